@@ -147,8 +147,9 @@ def dumps(doc: dict) -> str:
     head = json.dumps({"schema": doc["schema"], "run": run}, indent=1, allow_nan=False)
     head = head.removesuffix("\n }\n}")
     layers = _lines(doc["run"]["layers"])
+    rows = _lines(doc["rows"])
     summary = json.dumps(doc["summary"], indent=1, allow_nan=False)
-    return f'{head},\n  "layers": {layers}\n },\n "rows": {_lines(doc["rows"])},\n "summary": {summary}\n}}\n'
+    return f'{head},\n  "layers": {layers}\n }},\n "rows": {rows},\n "summary": {summary}\n}}\n'
 
 
 def read_results(path: str | os.PathLike) -> dict:
