@@ -1,52 +1,66 @@
-"""Files that are written whole or not at all."""
+"""Files that appear whole or not at all."""
 
-import errno
+import contextlib
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from coldkv.errors import InputError
 
-@contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is fsynced and renamed over `path`, else removed.
 
-    Whatever was at `path` before stays readable until the rename, also across a crash or Ctrl-C.
-    Raises OSError as the file system gives it, IsADirectoryError if `path` is a folder.
-    """
-    target = Path(path)
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+def _fsync_folder(folder: Path) -> None:
+    # Without this a power cut can lose the rename although the data is on the disk.
+    fd = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    except OSError as error:
-        error.filename = str(target)  # the caller knows this name, not the temporary one
-        raise
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, _mode_for(target))
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
+        os.fsync(fd)
     except OSError:
-        pass  # some file systems cannot sync a folder; the file itself is safe
+        pass  # some network file systems refuse fsync on a folder; the rename itself is still atomic there
     finally:
-        os.close(folder)
+        os.close(fd)
 
 
-def _mode_for(target: Path) -> int:
-    """The mode an ordinary open() would leave: mkstemp's 0600 would lock out colleagues."""
-    if target.exists():
-        return target.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield the path of an empty temporary file beside `path`; on a clean exit it becomes `path`.
+
+    The temporary file lies in the same folder, so the rename is atomic; it is fsynced before and the folder after.
+    Any exception, KeyboardInterrupt and SystemExit included, removes it and leaves an older `path` untouched. A
+    process killed outright leaves at most a hidden `.<name>.<random>.tmp`, never a partial `path`. A symbolic link
+    is followed; the permissions of a replaced file are kept.
+
+    Raises InputError if the folder does not exist or `path` is not a regular file; OSError (disk full, no
+    permission) with `filename` set.
+    """
+    target = Path(os.path.realpath(path))
+    folder = target.parent
+    if not folder.is_dir():
+        raise InputError(f"output {path}: folder {folder} does not exist", hint="create it first")
+    mode = None
+    try:
+        info = target.stat()
+        if not stat.S_ISREG(info.st_mode):
+            kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
+            raise InputError(f"output {path}: expected a file name, found {kind}")
+        mode = stat.S_IMODE(info.st_mode)
+    except FileNotFoundError:
+        pass
+    temporary = folder / f".{target.name[:200]}.{secrets.token_hex(6)}.tmp"
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if mode is not None:
+                os.fchmod(fd, mode)
+            yield temporary
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+    _fsync_folder(folder)

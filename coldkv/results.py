@@ -71,6 +71,13 @@ LAYER_TYPES: dict[str, tuple[type, bool]] = {
     "partial_tokens": (int, False),
     "hot_bytes": (int, False),
 }
+DOCUMENT_TYPES: dict[str, tuple[type, bool]] = {
+    "schema": (str, False),
+    "run": (dict, False),
+    "rows": (list, False),
+    "summary": (dict, False),
+}
+_KIND_NAMES = {str: "a string", int: "an integer", float: "a finite number", list: "a list", dict: "an object"}
 TABLE_MODES = ("layers", "tiers", "uniform")
 
 
@@ -128,7 +135,7 @@ def document(run: dict, rows: list[dict]) -> dict:
 
 def summarize(rows: list[dict], run: dict) -> dict:
     """{"codecs": [one dict per codec], "claims": [...]}; pure. `coldkv.summary` explains the arithmetic."""
-    return build_summary(rows, run)
+    return _plain(build_summary(rows, run))
 
 
 def write_results(path: str | os.PathLike, doc: dict) -> None:
@@ -186,7 +193,7 @@ def validate(doc: dict, where: str) -> None:
     """Check a document against the schema; InputError names the row or key, what was expected and what was found."""
     if doc.get("schema") != SCHEMA:
         raise InputError(f"{where}: schema: expected {SCHEMA!r}, found {doc.get('schema')!r}")
-    _check_keys(doc, {"schema": (str, False), "run": (dict, False), "rows": (list, False), "summary": (dict, False)}, where)
+    _check_keys(doc, DOCUMENT_TYPES, where)
     _check_run(doc["run"], where)
     if not doc["rows"]:
         raise InputError(f"{where}: no rows, expected at least one measured plane")
@@ -265,9 +272,7 @@ def _check_keys(obj: dict, types: dict[str, tuple[type, bool]], at: str) -> None
         if value is None and optional:
             continue
         if not _is(value, kind):
-            wanted = {str: "a string", int: "an integer", float: "a finite number", list: "a list", dict: "an object"}[kind]
-            found = "null" if value is None else repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
-            raise InputError(f"{at}: {key}: expected {wanted}, found {found}")
+            raise InputError(f"{at}: {key}: expected {_KIND_NAMES[kind]}, found {_found(value)}")
     extra = sorted(set(obj) - set(types))
     if extra:
         raise InputError(f"{at}: unknown key {extra[0]!r}", hint="was it written by another version of coldkv?")
@@ -279,6 +284,12 @@ def _is(value, kind: type) -> bool:
     if kind is float:
         return isinstance(value, (int, float)) and math.isfinite(value)
     return isinstance(value, kind)
+
+
+def _found(value) -> str:
+    if value is None:
+        return "null"
+    return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def _unknown(row: dict) -> dict:

@@ -1,9 +1,9 @@
 """From rows to one line per codec, and the seed's claims beside what was measured. Pure Python, no I/O.
 
-How layers are weighted follows from the table's mode. "layers" and "uniform": every layer and plane in run.layers counts
-once, with its real bytes. "tiers" (a preset made for another number of layers): each tier was measured over all of
-the dump's layers, and counts as often as the table has layers of that tier. A plane without a row for a codec stays hot:
-its hot bytes count on both sides of the aggregate, and it adds nothing to the error.
+How layers are weighted follows from the table's mode. "layers" and "uniform": every layer and plane in run.layers
+counts once, with its real bytes. "tiers" (a preset made for another number of layers): each tier was measured over all
+of the dump's layers, and counts as often as the table has layers of that tier. A plane without a row for a codec stays
+hot: its hot bytes count on both sides of the aggregate, and it adds nothing to the error.
 """
 
 from collections import defaultdict

@@ -7,6 +7,7 @@ import click
 
 from coldkv.errors import GateFailure, InputError
 
+ROW_IDENTITY = ("file", "dump", "layer", "plane", "head", "tier", "op", "codec")
 FORMATS = ("table", "json", "csv", "md", "html")
 
 
@@ -84,7 +85,7 @@ def _gate(files, expression) -> dict:
     table = frame.rows_frame(files) if target == "rows" else frame.summary_frame(files)
     found = frame.select(table, condition)
     rows = json.loads(found.to_json(orient="records", double_precision=15))
-    identity = ("file", "dump", "layer", "plane", "head", "tier", "op", "codec") if target == "rows" else ("file", "codec")
+    identity = ROW_IDENTITY if target == "rows" else ("file", "codec")
     mentioned = [column for column in table.columns if column in condition and column not in identity]
     first = ""
     if rows:

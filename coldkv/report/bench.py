@@ -52,7 +52,8 @@ def compare(rows: list[dict], baseline_rows: list[dict], baseline_path: str) -> 
             if before is None:
                 continue
             if now is None or now < MAX_SLOWDOWN * before:
-                out.worse.append(Finding(column, base["codec"], name, before, now, None if now is None else now / before))
+                change = None if now is None else now / before
+                out.worse.append(Finding(column, base["codec"], name, before, now, change))
             elif now * MAX_SLOWDOWN > before:
                 out.better.append(Finding(column, base["codec"], name, before, now, now / before))
     out.new_rows = [describe(row) for row in found.values()]

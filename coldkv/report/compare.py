@@ -90,7 +90,7 @@ class Comparison:
 
 
 def compare(docs: list[dict], baseline: dict, baseline_path: str) -> Comparison:
-    """Compare the rows of `docs` with those of `baseline`, matched by dump (sha256), layer, plane, head, tier and codec.
+    """Compare the rows of `docs` with those of `baseline`, matched by dump sha256, layer, plane, head, tier, codec.
 
     Raises InputError if a dump's content or the table is another one, or if two documents hold the same row: then
     there is nothing to compare, and saying "equal" would be wrong.

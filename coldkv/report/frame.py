@@ -49,7 +49,7 @@ def select(frame: pd.DataFrame, expression: str) -> pd.DataFrame:
         detail = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"--fail-on {expression!r}: not a condition pandas understands: {detail}") from None
     if not isinstance(mask, pd.Series) or mask.dtype != bool:
-        raise InputError(f"--fail-on {expression!r}: expected a condition such as \"nmse_hot > 0.02\", found a value")
+        raise InputError(f'--fail-on {expression!r}: expected a condition such as "nmse_hot > 0.02", found a value')
     return frame[mask]
 
 

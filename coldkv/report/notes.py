@@ -1,4 +1,4 @@
-"""What the figures do not say by themselves, in words: how a table was applied, what stayed hot, where NMSE misleads."""
+"""What the figures do not say by themselves: how a table was applied, what stayed hot, where NMSE misleads."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ def _table(run: dict) -> Note | None:
     counts = ", ".join(f"{tier} x{count}" for tier, count in table["tier_layers"].items())
     return Note(
         "note",
-        f"table {table['name']} is for {sum(table['tier_layers'].values())} layers, measured were {layers}: each tier was "
-        f"measured over all of them and weighted by the table's counts ({counts})",
+        f"table {table['name']} is for {sum(table['tier_layers'].values())} layers, measured were {layers}: each tier "
+        f"was measured over all of them and weighted by the table's counts ({counts})",
     )
 
 
@@ -103,10 +103,11 @@ def _biased(rows: list[dict]) -> list[Note]:
     for plane, found in sorted(by_plane.items()):
         factor, row = max(found, key=lambda pair: pair[0])
         heads = len({(row["dump"], row["layer"], row["head"]) for _, row in found})
+        worst = f"layer {row['layer']} head {row['head']}"
         text = (
-            f"biased {plane.upper()} in {heads} of {len(total[plane])} heads (most: layer {row['layer']} head {row['head']}, "
-            f"nmse_centered is {factor:.0f}x nmse_hot): the channels' mean holds most of the energy and hides the error in "
-            "nmse_hot; judge by nmse_centered and logit_rmse"
+            f"biased {plane.upper()} in {heads} of {len(total[plane])} heads (most in {worst}: nmse_centered is "
+            f"{factor:.0f}x nmse_hot): the channels' mean holds most of the energy and hides the error in nmse_hot; "
+            "judge by nmse_centered and logit_rmse"
         )
         out.append(Note("warning", text))
     return out

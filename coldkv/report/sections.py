@@ -112,7 +112,8 @@ def _claims(summary: dict) -> Section:
 def _rows(rows: list[dict]) -> Section:
     words = ["dump", "plane", "tier", "codec"]
     columns = ["dump", "layer", "plane", "head", "tier", "codec", "pages", "ratio"]
-    figures = ["nmse_hot", "nmse_ref", "nmse_centered", "snr_db", "cosine", "max_abs_err", "logit_rmse", "attn_out_nmse"]
+    figures = ["nmse_hot", "nmse_ref", "nmse_centered", "snr_db", "cosine", "max_abs_err"]
+    figures += ["logit_rmse", "attn_out_nmse"]
     if len({row["dump"] for row in rows}) == 1:
         columns.remove("dump")
     lines = []
