@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from coldkv import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,6 +31,14 @@ def coldkv(*args, env=None, **options) -> Done:
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
     done = subprocess.run(command, env=environment(**(env or {})), text=True, **options)
     return Done(done.returncode, done.stdout or "", done.stderr or "")
+
+
+def in_process(capsys, *args) -> Done:
+    """The same without a process, for tests that only look at what a command says."""
+    capsys.readouterr()
+    code = cli.main([str(arg) for arg in args])
+    said = capsys.readouterr()
+    return Done(code, said.out, said.err)
 
 
 def python(code: str, *args) -> Done:
