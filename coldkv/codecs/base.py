@@ -1,0 +1,67 @@
+"""What a codec is: bytes per slot, encode, decode and restore over batches of head-pages."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from coldkv.errors import InputError
+from coldkv.geometry import Geometry
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from coldkv.tiers import HotPlane
+
+
+class Codec(ABC):
+    """Turns head-pages of a hot plane into fixed-size slots and back.
+
+    Subclasses set the class variables and the four `*_torch`/`check` methods; `native` names the kernels
+    (`ckv_<native>_encode_cpu` and so on) that must give the same bits, None if there are none.
+    The byte format never changes under an id: a new format is a new id.
+    """
+
+    id: ClassVar[str]
+    version: ClassVar[int]
+    formats: ClassVar[tuple[str, ...]]  # hot plane formats that `encode` takes
+    exact: ClassVar[bool] = False  # decode gives the hot plane's values bit for bit
+    native: ClassVar[str | None] = None
+
+    @property
+    def config(self) -> dict:
+        """Options that differ from nothing: `get_codec(id, config)` gives an equal codec; JSON types only."""
+        return {}
+
+    def fits(self, fmt: str) -> bool:
+        return fmt in self.formats
+
+    def require_fit(self, fmt: str) -> None:
+        if not self.fits(fmt):
+            raise InputError(f"codec {self.id}: expected a plane of {', '.join(self.formats)}, found {fmt}")
+
+    @abstractmethod
+    def slot_bytes(self, geometry: Geometry, fmt: str) -> int:
+        """Bytes of one head-page's slot, a multiple of 16."""
+
+    @abstractmethod
+    def encode_torch(self, plane: "HotPlane", geometry: Geometry) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Hot plane of n head-pages -> (slots uint8 `[n, slot_bytes]`, valid int32 `[n]`).
+
+        valid 0 means that the page cannot be held and stays hot; its slot is all zero.
+        """
+
+    @abstractmethod
+    def decode_torch(self, slots: "torch.Tensor", geometry: Geometry, fmt: str) -> "torch.Tensor":
+        """Slots uint8 `[n, slot_bytes]` -> fp32 `[n, page_tokens, head_dim]`: the values attention reads."""
+
+    @abstractmethod
+    def restored_format(self, fmt: str) -> str:
+        """Hot format that holds the restored values of a page that was `fmt` exactly."""
+
+    @abstractmethod
+    def restore_torch(self, slots: "torch.Tensor", geometry: Geometry, fmt: str) -> "HotPlane":
+        """Slots -> hot plane in `restored_format(fmt)` with the values of `decode_torch`."""
+
+    @abstractmethod
+    def check_slots(self, slots: "np.ndarray", geometry: Geometry, fmt: str) -> list[tuple[int, str]]:
+        """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) for each slot a reader must refuse."""
