@@ -11,13 +11,16 @@ template <int F, bool kWide>
 CKV_DEVICE void load_segment(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len, float* v) {
   const float s = Source<F>::scale(scale_row, ch);
   if constexpr (kWide) {
-    alignas(16) uint8_t raw[32];
-    const int64_t at = code_row_bytes(F, ch);
+    typename Source<F>::Code raw[16];  // memcpy, not a cast: the registers change their type here
+    const uint8_t* from = code_row + code_row_bytes(F, ch);
     if constexpr (F == CKV_NVFP4 || F == CKV_ISO3) {
-      *reinterpret_cast<uint2*>(raw) = *reinterpret_cast<const uint2*>(code_row + at);
+      const uint2 q = *reinterpret_cast<const uint2*>(from);
+      memcpy(raw, &q, sizeof q);
     } else {
-      *reinterpret_cast<uint4*>(raw) = *reinterpret_cast<const uint4*>(code_row + at);
-      if constexpr (F == CKV_BF16 || F == CKV_FP16) *reinterpret_cast<uint4*>(raw + 16) = *reinterpret_cast<const uint4*>(code_row + at + 16);
+      for (unsigned part = 0; part < sizeof raw / sizeof(uint4); ++part) {
+        const uint4 q = reinterpret_cast<const uint4*>(from)[part];
+        memcpy(reinterpret_cast<uint8_t*>(raw) + sizeof q * part, &q, sizeof q);
+      }
     }
     for (int i = 0; i < 16; ++i) v[i] = Source<F>::value(raw, i, s);
   } else {
