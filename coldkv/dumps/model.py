@@ -12,7 +12,6 @@ from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-HOT_FORMATS = ("bf16", "fp16", "int8", "fp8", "nvfp4", "iso3")
 KINDS = ("full", "sliding", "mla")
 DEFAULT_PAGE_TOKENS = 64
 DUMP_VERSION = 1
@@ -250,7 +249,7 @@ def check_meta(path, meta) -> dict:
         raise InputError(f"{where}: page_tokens: expected a whole number, found {str(page_tokens)[:40]}")
     Geometry(2, page_tokens)
     for key in ("attention", "formats", "rope"):
-        if not isinstance(meta.get(key, {}), dict | None.__class__):
+        if not isinstance(meta.get(key), dict | None):
             raise InputError(f"{where}: {key}: expected an object, found {str(meta[key])[:40]}")
     return meta
 
