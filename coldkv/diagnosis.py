@@ -1,4 +1,4 @@
-"""What `coldkv doctor` looks at: one function per part of the installation, each says what it found and what follows."""
+"""What `coldkv doctor` looks at: one function per part, each says what it found and what follows."""
 
 import importlib
 import importlib.metadata
@@ -84,7 +84,9 @@ def _cpu_backend() -> list[Check]:
     without = "backend cpu cannot be built, torch is used instead"
     try:
         compiler = native.host_compiler()
-        out.append(Check("c++ compiler", OK, f"{compiler[0]}: {_first_line(*compiler, '--version')}", "builds backend cpu"))
+        out.append(
+            Check("c++ compiler", OK, f"{compiler[0]}: {_first_line(*compiler, '--version')}", "builds backend cpu")
+        )
     except ColdkvError as error:
         out.append(Check("c++ compiler", MISSING, str(error), f"{without}; {error.hint}"))
     try:
@@ -161,13 +163,24 @@ def _codecs() -> list[Check]:
     from coldkv.codecs import codec_ids
 
     try:
-        return [Check("codecs", OK, ", ".join(codec_ids()), "built in or by the entry point coldkv.codecs", required=True)]
+        return [
+            Check("codecs", OK, ", ".join(codec_ids()), "built in or by the entry point coldkv.codecs", required=True)
+        ]
     except Exception as error:
         means = "an installed package registers a codec that does not load; uninstall or fix it"
         return [Check("codecs", BROKEN, " ".join(str(error).split()), means, required=True)]
 
 
-CHECKS: list[Callable[[], list[Check]]] = [_python, _packages, _torch, _cpu_backend, _cuda_backend, _codecs, _files, _extras]
+CHECKS: list[Callable[[], list[Check]]] = [
+    _python,
+    _packages,
+    _torch,
+    _cpu_backend,
+    _cuda_backend,
+    _codecs,
+    _files,
+    _extras,
+]
 
 
 def _import(name: str) -> tuple[str, str]:

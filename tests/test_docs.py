@@ -48,7 +48,9 @@ def code_of(path):
     """Fenced blocks and inline code, continuation lines joined."""
     text = path.read_text()
     blocks = re.findall(r"```[a-z]*\n(.*?)```", text, re.S)
-    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))]).replace("\\\n", " ")
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))]).replace(
+        "\\\n", " "
+    )
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
