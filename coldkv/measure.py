@@ -1,6 +1,5 @@
 """The main job: every plane of a dump through its hot tier, each codec and back, into result rows."""
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -98,7 +97,7 @@ def measure(tasks: list[PlaneTask], backend, *, nan: str = "reject", advance=lam
     def run(task: PlaneTask):
         return _measure_plane(task, backend, nan, advance, stop)
 
-    workers = getattr(backend, "parallel_planes", 1)
+    workers = backend.parallel_planes
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(run, task) for task in tasks]
         try:
@@ -127,7 +126,7 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
         CodecSums(
             codec,
             PairSums(heads, geometry.head_dim),
-            PairSums(heads, geometry.head_dim),
+            PairSums(heads),
             LogitError(task.layer, task.queries) if task.queries is not None else None,
             torch.zeros(heads, dtype=torch.int64),
         )
@@ -139,10 +138,13 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
         hot = backend.dequantize(chunk.hot) if sums else None
         for entry in sums:
             slots, valid = backend.encode(entry.codec, chunk.hot, geometry)
-            restored = backend.decode(entry.codec, slots, geometry, task.fmt)
-            if not valid.all():  # such a page stays hot, so attention reads the hot values
-                restored = torch.where((valid != 0)[:, None, None].to(restored.device), restored, hot)
-                entry.invalid += (valid == 0).reshape(-1, heads).sum(dim=0).cpu()
+            if valid.all():
+                restored = backend.decode(entry.codec, slots, geometry, task.fmt)
+            else:  # a refused page stays hot, so attention reads its hot values
+                held = valid != 0
+                restored = hot.clone()
+                restored[held] = backend.decode(entry.codec, slots[held], geometry, task.fmt)
+                entry.invalid += (~held).reshape(-1, heads).sum(dim=0).cpu()
             entry.hot.add(backend, hot, restored)
             entry.ref.add(backend, chunk.ref, restored)
             if entry.logits is not None:
@@ -196,7 +198,3 @@ def _row(task, entry: CodecSums, head: int, geometry, pages: int, page_bytes: in
         "attn_out_nmse": None,
     }
 
-
-def default_workers() -> int:
-    """Planes measured side by side: one per core that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

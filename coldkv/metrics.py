@@ -9,19 +9,24 @@ XX, YY, XY, DD, MAX, COUNT = range(6)
 
 
 class PairSums:
-    """Running sums over pairs (x, y) of values, per head; x is the truth, y the approximation."""
+    """Running sums over pairs (x, y) of values, per head; x is the truth, y the approximation.
 
-    def __init__(self, heads: int, head_dim: int):
+    `head_dim` is needed for `nmse_centered` only, which keeps a mean per channel.
+    """
+
+    def __init__(self, heads: int, head_dim: int | None = None):
         self.sums = torch.zeros((heads, 6), dtype=torch.float64)
-        self.channels = torch.zeros((heads, head_dim), dtype=torch.float64)
+        self.channels = None if head_dim is None else torch.zeros((heads, head_dim), dtype=torch.float64)
 
     def add(self, backend, x: torch.Tensor, y: torch.Tensor) -> None:
         """x, y: fp32 `[pages * heads, T, D]`, page-major."""
-        sums, channels = backend.stats(x, y, self.sums.shape[0])
+        sums, channels = backend.stats(x, y, self.sums.shape[0], channels=self.channels is not None)
+        sums = sums.cpu()
         largest = torch.maximum(self.sums[:, MAX], sums[:, MAX])
         self.sums += sums
         self.sums[:, MAX] = largest
-        self.channels += channels
+        if channels is not None:
+            self.channels += channels.cpu()
 
     def nmse(self, head: int) -> float | None:
         """sum (x - y)^2 / sum x^2; 0 for an exact copy of zeros, None if the truth is all zero and y is not."""

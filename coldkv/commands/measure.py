@@ -81,7 +81,7 @@ def _measure(opened, assignments, wanted, backend_name, nan) -> dict:
     from coldkv.progress import progress
 
     chosen = choose_codecs(wanted, list(assignments.values()))
-    backend = get_backend(backend_name)
+    backend = get_backend(backend_name, threads=1)
     tasks = [task for name, dump in opened.items() for task in plan(dump, name, assignments[name], chosen)]
     with ThreadPoolExecutor(1) as hashing:
         digests = {name: hashing.submit(dump.sha256) for name, dump in opened.items()}
@@ -96,7 +96,7 @@ def _measure(opened, assignments, wanted, backend_name, nan) -> dict:
     first = next(iter(assignments.values()))
     run = results.run_header(
         backend=backend.name,
-        device=backend.device,
+        device=str(backend.device),
         torch_version=torch.__version__,
         argv=sys.argv[1:],
         dump_sha256=hashes,
