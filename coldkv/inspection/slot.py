@@ -35,7 +35,7 @@ def read_slot_file(path: str, geometry: Geometry) -> bytes:
     size = os.path.getsize(path)
     if size != stride:
         raise InputError(
-            f"{path}: expected a slot of {stride} bytes ({geometry.page_tokens} tokens x {geometry.head_dim} channels), "
+            f"{path}: expected a slot of {stride} bytes ({geometry.page_tokens} tokens x {geometry.head_dim}), "
             f"found {size}; give --page-tokens and --head-dim as they were packed"
         )
     with open(path, "rb") as file:
