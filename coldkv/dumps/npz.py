@@ -29,6 +29,7 @@ from coldkv.safetensors_stream import open_regular, pread_into
 _NAME = re.compile(r"layer_(0|[1-9][0-9]{0,6})_(k|v|q|q_pos)")
 _DTYPES = {"<f2": "fp16", "<f4": "fp32", "|V2": "bf16", "<V2": "bf16"}
 _MAX_NPY_HEADER = 65_536
+_MAX_DEFLATE_RATIO = 1040  # deflate reaches 1032; more is a forged size, caught before memory is asked for it
 _SKIP = 1 << 20
 
 
@@ -103,6 +104,10 @@ class _Archive:
         import numpy as np
 
         where = self.where(entry)
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(f"{where}: expected a stored or deflated member, found method {entry.compress_type}")
+        if entry.file_size > _MAX_DEFLATE_RATIO * max(1, entry.compress_size):
+            raise InputError(f"{where}: {entry.compress_size} bytes cannot inflate to {entry.file_size}")
         with self.open(entry) as stream:
             try:
                 version = np.lib.format.read_magic(stream)
