@@ -83,7 +83,10 @@ class TorchBackend:
 
 
 class _NativeBackend(TorchBackend):
-    """Calls kernels through their C interface; subclasses say which library and what the last argument is."""
+    """Calls kernels through their C interface; subclasses say which library and what the last argument is.
+
+    `out`: where to write, contiguous and of the shape that would be returned; a new tensor, plane or pair by default.
+    """
 
     _library = None
 
@@ -94,6 +97,9 @@ class _NativeBackend(TorchBackend):
         pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in args]
         self._library.call(stem, *pointers, self._tail())
 
+    def _empty(self, shape, dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
     def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device).contiguous()
 
@@ -103,7 +109,7 @@ class _NativeBackend(TorchBackend):
         desc = PlaneDesc(FORMATS[fmt].ident, geometry.page_tokens, geometry.head_dim, 0, n)
         return ctypes.byref(desc)
 
-    def load(self, values, geometry):
+    def load(self, values, geometry, *, out=None):
         pages = _whole_pages(values, geometry)
         if values.dtype not in LOAD_DTYPES:
             raise InputError(f"load: expected bf16, fp16 or fp32 values, found {values.dtype}")
@@ -111,7 +117,7 @@ class _NativeBackend(TorchBackend):
         if values.stride(-1) != 1:
             values = values.contiguous()
         shape = (pages * geometry.kv_heads, geometry.page_tokens, geometry.head_dim)
-        out = torch.empty(shape, dtype=torch.float32, device=self.device)
+        out = self._empty(shape, torch.float32) if out is None else out
         self._call(
             "load", ctypes.c_int32(LOAD_DTYPES[values.dtype]), values, ctypes.c_int64(values.stride(0)),
             ctypes.c_int64(values.stride(1)), ctypes.c_int64(pages), ctypes.c_int32(geometry.kv_heads),
@@ -119,51 +125,54 @@ class _NativeBackend(TorchBackend):
         )  # fmt: skip
         return out
 
-    def quantize(self, fmt, values):
+    def quantize(self, fmt, values, *, out=None):
         format_of(fmt)
         if values.dtype != torch.float32 or values.dim() != 3:
             raise InputError(f"quantize: expected fp32 [n, tokens, head_dim], found {values.dtype} {tuple(values.shape)}")
         n, page_tokens, head_dim = values.shape
         geometry = Geometry(head_dim, page_tokens)
-        plane = empty_plane(fmt, n, geometry, self.device)
+        plane = empty_plane(fmt, n, geometry, self.device) if out is None else out
         self._call("quantize", self._desc(fmt, n, geometry), self._mine(values), plane.codes, _or_null(plane.scales))
         return plane
 
-    def dequantize(self, plane):
+    def dequantize(self, plane, *, out=None):
         plane = self._own_plane(plane)
-        out = torch.empty((plane.head_pages, plane.page_tokens, plane.head_dim), dtype=torch.float32, device=self.device)
+        shape = (plane.head_pages, plane.page_tokens, plane.head_dim)
+        out = self._empty(shape, torch.float32) if out is None else out
         desc = self._desc(plane.format, plane.head_pages, Geometry(plane.head_dim, plane.page_tokens))
         self._call("dequantize", desc, plane.codes, _or_null(plane.scales), out)
         return out
 
-    def encode(self, codec, plane, geometry):
+    def encode(self, codec, plane, geometry, *, out=None):
         codec.require_fit(plane.format)
         plane = self._own_plane(plane)
         if codec.native is None:
             return codec.encode_torch(plane, geometry)
         stride = codec.slot_bytes(geometry, plane.format)
-        slots = torch.empty((plane.head_pages, stride), dtype=torch.uint8, device=self.device)
-        valid = torch.empty(plane.head_pages, dtype=torch.int32, device=self.device)
-        desc = self._desc(plane.format, plane.head_pages, geometry)
+        n = plane.head_pages
+        slots, valid = (self._empty((n, stride), torch.uint8), self._empty(n, torch.int32)) if out is None else out
+        desc = self._desc(plane.format, n, geometry)
         stem = f"{codec.native}_encode"
         self._call(stem, desc, plane.codes, _or_null(plane.scales), slots, ctypes.c_int64(stride), valid)
         return slots, valid
 
-    def decode(self, codec, slots, geometry, fmt):
+    def decode(self, codec, slots, geometry, fmt, *, out=None):
         codec.require_fit(fmt)
         slots = self._slots(codec, slots, geometry, fmt)
         if codec.native is None:
             return super().decode(codec, slots, geometry, fmt)
-        out = torch.empty((slots.shape[0], geometry.page_tokens, geometry.head_dim), dtype=torch.float32, device=self.device)
+        shape = (slots.shape[0], geometry.page_tokens, geometry.head_dim)
+        out = self._empty(shape, torch.float32) if out is None else out
         self._read(codec, "decode", slots, geometry, fmt, out)
         return out
 
-    def restore(self, codec, slots, geometry, fmt):
+    def restore(self, codec, slots, geometry, fmt, *, out=None):
         codec.require_fit(fmt)
         slots = self._slots(codec, slots, geometry, fmt)
         if codec.native is None:
             return super().restore(codec, slots, geometry, fmt)
-        plane = empty_plane(codec.restored_format(fmt), slots.shape[0], geometry, self.device)
+        restored = codec.restored_format(fmt)
+        plane = empty_plane(restored, slots.shape[0], geometry, self.device) if out is None else out
         self._read(codec, "restore", slots, geometry, fmt, plane.codes, _or_null(plane.scales))
         return plane
 

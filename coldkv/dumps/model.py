@@ -186,7 +186,7 @@ def check_layer(path, layer: LayerDump) -> None:
     k = layer.planes["k"]
     if layer.kind == "mla":
         if "v" in layer.planes:
-            raise InputError(f"dump {path}: tensor {layer.planes['v'].name}: an MLA layer has one latent plane and no V")
+            raise InputError(f"dump {path}: tensor {layer.planes['v'].name}: an MLA layer has one plane and no V")
         return
     if "v" not in layer.planes:
         raise InputError(
@@ -201,7 +201,7 @@ def check_layer(path, layer: LayerDump) -> None:
         if a != b:
             raise InputError(
                 f"dump {path}: tensor {v.name}: expected {a} {what} as {k.name} has, found {b}",
-                hint="a cache of MLA latents is one plane: mark the layer's kind as mla" if what == "head_dim" else None,
+                hint="MLA latents are one plane: mark the layer's kind as mla" if what == "head_dim" else None,
             )
 
 

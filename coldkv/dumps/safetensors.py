@@ -153,7 +153,7 @@ class _File:
 def _metadata(path: str, metadata: dict[str, str]) -> dict:
     if "coldkv.dump" not in metadata:
         if "coldkv.pool" in metadata:
-            raise InputError(f"dump {path}: this is a pool, not a dump", hint="use coldkv restore to get a dump from it")
+            raise InputError(f"dump {path}: this is a pool, not a dump", hint="coldkv restore makes a dump of it")
         return {}
     try:
         meta = json.loads(metadata["coldkv.dump"])
@@ -163,7 +163,7 @@ def _metadata(path: str, metadata: dict[str, str]) -> dict:
 
 
 def open_safetensors(path: str, geometry: Geometry | None = None) -> Dump:
-    """Open a dump in coldkv's own format. Reads the header alone; imports no torch. InputError on anything malformed."""
+    """Open a dump in coldkv's own format. Reads the header alone, without torch. InputError on anything malformed."""
     fd, _ = open_regular(path)
     file = _File(path, fd)
     try:
@@ -176,7 +176,8 @@ def open_safetensors(path: str, geometry: Geometry | None = None) -> Dump:
                 parts.setdefault(int(match[1]), {})[match[2]] = info
             elif name.startswith("layers."):
                 raise InputError(
-                    f"dump {path}: tensor {name}: expected layers.<i>.k, .v, .k.codes, .k.scales, .q, .q_pos or .positions"
+                    f"dump {path}: tensor {name}: expected layers.<i>.k, .v, .k.codes, .k.scales, .q, .q_pos "
+                    "or .positions"
                 )
         shared = header.tensors.get("positions")
         layers = [_layer(file, meta, index, found, shared) for index, found in sorted(parts.items())]

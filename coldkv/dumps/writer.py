@@ -22,9 +22,10 @@ CHUNK_BYTES = 4 << 20
 class LayerSpec:
     """Shapes of one layer, needed before any data is written.
 
-    `dtype`: bf16, fp16 or fp32 of K, V and q; `dtypes` overrides it for one of "k", "v", "q". `formats`: {"k": hot format id, ...} for planes stored as codes and
-    scales. `planes`: ("k", "v"), or ("k",) for MLA. `q_samples`, `q_heads`: 0 where there are no queries.
-    `positions`: the layer has its own int64 positions. `extra` goes into the layer's attention metadata.
+    `dtype`: bf16, fp16 or fp32 of K, V and q; `dtypes` overrides it for one of "k", "v", "q". `formats`: {"k": hot
+    format id, ...} for planes stored as codes and scales. `planes`: ("k", "v"), or ("k",) for MLA. `q_samples`,
+    `q_heads`: 0 where there are no queries. `positions`: the layer has its own int64 positions. `extra` goes into
+    the layer's attention metadata.
     """
 
     index: int
