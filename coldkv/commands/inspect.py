@@ -34,6 +34,10 @@ def command(file, slot_name, page_tokens, head_dim, codec, plane_format, as_hex,
         return _show_slot(read_slot_file(file, geometry), geometry, codec, plane_format, as_hex, as_json)
     if not start:
         raise InputError(f"{file}: the file is empty")
+    from coldkv.pool.file import looks_like_pool
+
+    if file.endswith(".ckv") or looks_like_pool(file):
+        return _show_pool(file, slot_name, as_hex, as_json)
     from coldkv.dumps import open_dump
     from coldkv.inspection import dump
 
@@ -42,6 +46,28 @@ def command(file, slot_name, page_tokens, head_dim, codec, plane_format, as_hex,
     with open_dump(file) as opened:
         found = dump.describe(opened)
     click.echo(json.dumps(found, indent=1) if as_json else dump.render(found))
+
+
+def _show_pool(file, slot_name, as_hex, as_json) -> None:
+    from coldkv.inspection import pool
+    from coldkv.pool.info import read_pool_info, read_slot_record
+
+    if slot_name:
+        found = read_slot_record(file, *_parse_slot_name(slot_name))
+        for problem in found.problems:
+            click.echo(f"warning: slot {slot_name}: {problem}", err=True)
+        return _show_slot(found.record, found.geometry, found.codec_id, found.plane_format, as_hex, as_json)
+    if as_hex:
+        raise InputError(f"{file}: --hex shows one slot; name it with --slot")
+    found = read_pool_info(file)
+    click.echo(json.dumps(found, indent=1) if as_json else pool.render(found))
+
+
+def _parse_slot_name(text: str) -> tuple[int, str, int, int]:
+    parts = text.split(":")
+    if len(parts) != 4 or not all(parts[i].isascii() and parts[i].isdigit() for i in (0, 2, 3)):
+        raise InputError(f"--slot {text}: expected LAYER:PLANE:PAGE:HEAD such as 3:k:17:0")
+    return int(parts[0]), parts[1], int(parts[2]), int(parts[3])
 
 
 def _show_slot(record, geometry, codec, plane_format, as_hex, as_json) -> None:
