@@ -5,6 +5,7 @@ the backend's device, so third-party codecs work everywhere.
 """
 
 import ctypes
+import os
 import sys
 
 import torch
@@ -25,9 +26,14 @@ class TorchBackend:
     """The oracle: plain torch code. `device` is where its tensors live."""
 
     name = "torch"
+    parallel_planes = 1  # torch spreads every operation over the cores by itself
 
     def __init__(self, device: str = "cpu"):
         self.device = torch.device(device)
+
+    def runs(self, codec: Codec) -> str:
+        """Name of the backend whose code really runs for this codec."""
+        return self.name if codec.native is not None else TorchBackend.name
 
     def load(self, values: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """bf16/fp16/fp32 `[pages * T, heads, D]` -> fp32 head-pages `[pages * heads, T, D]`; whole pages only."""
@@ -209,6 +215,11 @@ class CpuBackend(_NativeBackend):
 
     name = "cpu"
 
+    @property
+    def parallel_planes(self) -> int:
+        """Planes worth working on side by side: as many as cores where one call uses one thread."""
+        return available_cores() if self.threads == 1 else 1
+
     def __init__(self, threads: int = 0):
         super().__init__("cpu")
         from coldkv.native import host_library
@@ -268,6 +279,11 @@ def get_backend(name: str = "auto", *, threads: int = 0):
     except ToolError as error:
         print(f"coldkv: no compiled kernels ({error.one_line()}); using the slower torch backend", file=sys.stderr)
         return TorchBackend()
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _whole_pages(values: torch.Tensor, geometry: Geometry) -> int:

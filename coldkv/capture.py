@@ -103,7 +103,8 @@ class _Recorder:
         latent = getattr(module, "kv_lora_rank", None) is not None
         if not latent and key.shape != value.shape:
             raise InputError(
-                f"capture: layer {index}: expected K and V of one shape, found {list(key.shape)} and {list(value.shape)}"
+                f"capture: layer {index}: expected K and V of one shape, found {list(key.shape)} "
+                f"and {list(value.shape)}"
             )
         layer = RecordedLayer(
             index=index,
@@ -129,9 +130,7 @@ class _Recorder:
         kept = states[0].transpose(0, 1).detach().to(self.dtype, copy=True).contiguous().cpu()
         if not bool(torch.isfinite(kept).all()):
             name = str(self.dtype).removeprefix("torch.")
-            raise InputError(
-                f"capture: layer {index}: {what} is not finite in {name}", hint="try --dtype fp32 or bf16"
-            )
+            raise InputError(f"capture: layer {index}: {what} is not finite in {name}", hint="try --dtype fp32 or bf16")
         return kept
 
     def _kind(self, index: int, module, kwargs) -> tuple[str, int | None]:
@@ -274,7 +273,8 @@ def record(model, input_ids, *, samples: int = 64, layers: list[int] | None = No
         model.train(was_training)
     if not recorder.seen:
         raise ToolError(
-            f"capture: {type(model).__name__} has no attention layer that goes through transformers' attention interface"
+            f"capture: {type(model).__name__} has no attention layer that goes through transformers' "
+            "attention interface"
         )
     unknown = sorted(set(layers or []) - recorder.seen)
     if unknown:
@@ -303,8 +303,8 @@ def _take_latents(layers: list[RecordedLayer], output, config, recorder: _Record
         shapes = [list(x.shape) if x is not None else None for x in (keys, values)]
         if shapes != expected:
             raise InputError(
-                f"capture: layer {layer.index}: an MLA model whose cache does not hold the latent: expected {expected}, "
-                f"found {shapes}",
+                f"capture: layer {layer.index}: an MLA model whose cache does not hold the latent: "
+                f"expected {expected}, found {shapes}",
                 hint="a newer transformers may cache it",
             )
         layer.k = recorder._keep(layer.index, "latent", torch.cat([keys, values], dim=-1))

@@ -49,7 +49,7 @@ def load_model(path: str | os.PathLike, *, message=None) -> LoadedModel:
     """Load a Hugging Face folder or a GGUF file; nothing is fetched from a network and no remote code runs.
 
     A GGUF's dequantized fp32 weights are kept under `cache_dir()`, because dequantizing takes minutes. `message`:
-    called with one line before slow steps. InputError: not a model; ToolError: a package is missing or it fails to load.
+    called with one line before slow steps. InputError: not a model; ToolError: missing package, failed load.
     """
     path = Path(path)
     message = message or (lambda line: None)

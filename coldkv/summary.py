@@ -9,6 +9,7 @@ hot: its hot bytes count on both sides of the aggregate, and it adds nothing to 
 from collections import defaultdict
 
 SEED_TABLE = "seed-10-6"
+SEED_CODEC = "e2m1-g64"
 
 # What the seed says of its raw slot, and what arithmetic gives for 64 x 256 head-pages.
 NMSE_CLAIM = "0.012-0.014"
@@ -24,9 +25,18 @@ _MEANS = ("nmse_hot", "nmse_ref", "nmse_centered")
 
 
 def build_summary(rows: list[dict], run: dict) -> dict:
-    """{"codecs": [...], "claims": [...]}, codecs in order of first appearance. Bytes are rounded to whole bytes."""
+    """{"codecs": [...], "tiers": [...], "claims": [...]}, codecs in order of first appearance.
+
+    `tiers` has the same figures as `codecs` for each codec and tier apart, without those that need the whole table.
+    Bytes are rounded to whole bytes.
+    """
+    weight = layer_weights(run)
     codecs = [codec_summary(codec, rows, run) for codec in dict.fromkeys(row["codec"] for row in rows)]
-    return {"codecs": codecs, "claims": claims(codecs, rows, run)}
+    tiers = []
+    for codec, tier in dict.fromkeys((row["codec"], row["tier"]) for row in rows):
+        own = [row for row in rows if row["codec"] == codec and row["tier"] == tier]
+        tiers.append({"codec": codec, "tier": tier} | _packed(own, weight))
+    return {"codecs": codecs, "tiers": tiers, "claims": claims(codecs, rows, run)}
 
 
 def layer_weights(run: dict) -> dict[str, float]:
@@ -67,14 +77,27 @@ def codec_summary(codec: str, rows: list[dict], run: dict) -> dict:
         hot += weight[tier] * entry["hot_bytes"]
         cold += weight[tier] * (entry["hot_bytes"] - row_hot + row_cold)
 
-    out = {
+    left_hot = [
+        name
+        for tier, planes in hot_planes.items()
+        for name in ([tier] if planes == all_planes[tier] else [f"{tier}:{plane}" for plane in planes])
+    ]
+    return {
         "codec": codec,
-        "pages": sum(row["pages"] for row in own),
-        "invalid_pages": sum(row["invalid_pages"] for row in own),
         "hot_bytes": round(hot),
         "cold_bytes": round(cold),
         "aggregate_ratio": _divide(hot, cold),
+        "left_hot": sorted(left_hot),
+    } | _packed(own, weight)
+
+
+def _packed(own: list[dict], weight: dict[str, float]) -> dict:
+    """The figures of rows that were packed: counts, bytes per page, errors."""
+    out = {
+        "pages": sum(row["pages"] for row in own),
+        "invalid_pages": sum(row["invalid_pages"] for row in own),
         "page_ratio": _divide(_total(own, "hot_bytes", weight), _total(own, "cold_bytes", weight)),
+        "bits_per_element": _divide(8 * _total(own, "cold_bytes", weight), _total(own, "elements", weight)),
     }
     for metric in _MEANS:
         for plane in ("k", "v"):
@@ -84,17 +107,11 @@ def codec_summary(codec: str, rows: list[dict], run: dict) -> dict:
     mean_square = _mean(squares, "logit_rmse", weight)
     out["logit_rmse"] = None if mean_square is None else mean_square**0.5
     out["attn_out_nmse"] = _mean(own, "attn_out_nmse", weight)
-    out["bits_per_element"] = _divide(8 * _total(own, "cold_bytes", weight), _total(own, "elements", weight))
-    out["left_hot"] = sorted(
-        name
-        for tier, planes in hot_planes.items()
-        for name in ([tier] if planes == all_planes[tier] else [f"{tier}:{plane}" for plane in planes])
-    )
     return out
 
 
 def claims(codecs: list[dict], rows: list[dict], run: dict) -> list[dict]:
-    """The seed's figures beside the measured ones, per codec: [{claim, claimed, arithmetic, measured, codec, holds}].
+    """The seed's figures beside the measured ones: [{claim, claimed, arithmetic, measured, codec, holds}], by claim.
 
     `holds` is None where this run cannot tell: no int8 planes for the first two, another table for the aggregate. The
     NMSE claim is read as "at most 0.014", the ratios as "at least the lower end".
@@ -119,7 +136,8 @@ def claims(codecs: list[dict], rows: list[dict], run: dict) -> list[dict]:
         aggregate = entry["aggregate_ratio"] if run["table"]["name"] == SEED_TABLE else None
         holds = None if aggregate is None else aggregate >= AGGREGATE_LIMIT
         add(codec, f"aggregate on the {SEED_TABLE} table", AGGREGATE_CLAIM, AGGREGATE_ARITHMETIC, aggregate, holds)
-    return out
+    order = list(dict.fromkeys(entry["claim"] for entry in out))
+    return sorted(out, key=lambda entry: (order.index(entry["claim"]), entry["codec"] != SEED_CODEC))
 
 
 def _total(rows: list[dict], column: str, weight: dict[str, float]) -> float:

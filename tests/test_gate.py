@@ -216,7 +216,7 @@ def test_every_failing_expression_is_named(fail_on):
     ("expression", "words"),
     [
         ("nmse_hott > 1", "nmse_hott"),
-        ("summary:nmse_centred > 1", "columns: codec, pages"),
+        ("summary:nmse_centred > 1", "columns: codec, hot_bytes"),
         ("nmse_hot >", "not a condition"),
         ("nmse_hot * 2", "expected a condition"),
         ("x = 3", "expected a condition"),

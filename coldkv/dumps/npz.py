@@ -29,6 +29,7 @@ from coldkv.safetensors_stream import open_regular, pread_into
 _NAME = re.compile(r"layer_(0|[1-9][0-9]{0,6})_(k|v|q|q_pos)")
 _DTYPES = {"<f2": "fp16", "<f4": "fp32", "|V2": "bf16", "<V2": "bf16"}
 _MAX_NPY_HEADER = 65_536
+_MAX_DEFLATE_RATIO = 1040  # deflate reaches 1032; more is a forged size, caught before memory is asked for it
 _SKIP = 1 << 20
 
 
@@ -50,8 +51,10 @@ class _Member:
 class _Archive:
     def __init__(self, path: str):
         self.path = path
-        self.fd, self.bytes = open_regular(path)
+        self.streams: dict[str, zipfile.ZipExtFile] = {}  # half-read compressed members, by array name
         self.zip = None
+        self.fd = -1
+        self.fd, self.bytes = open_regular(path)
         try:
             # A descriptor of its own: ZipFile seeks, our own reads are positional.
             self.zip = zipfile.ZipFile(path)
@@ -65,6 +68,9 @@ class _Archive:
             raise InputError(f"dump {path}: array {sorted(twice)[0]} is in the archive twice")
 
     def close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+        self.streams.clear()
         if self.zip is not None:
             self.zip.close()
             self.zip = None
@@ -98,6 +104,10 @@ class _Archive:
         import numpy as np
 
         where = self.where(entry)
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(f"{where}: expected a stored or deflated member, found method {entry.compress_type}")
+        if entry.file_size > _MAX_DEFLATE_RATIO * max(1, entry.compress_size):
+            raise InputError(f"{where}: {entry.compress_size} bytes cannot inflate to {entry.file_size}")
         with self.open(entry) as stream:
             try:
                 version = np.lib.format.read_magic(stream)
@@ -126,7 +136,8 @@ class _Archive:
             name_bytes, extra_bytes = struct.unpack_from("<HH", local, 26)
             offset = entry.header_offset + 30 + name_bytes + extra_bytes + skip
             if offset + expected > self.bytes:
-                raise InputError(f"{where}: truncated: expected data up to byte {offset + expected}, found {self.bytes}")
+                end = offset + expected
+                raise InputError(f"{where}: truncated: expected data up to byte {end}, found {self.bytes}")
         return _Member(entry, descr, tuple(int(n) for n in shape), offset, skip)
 
 
@@ -139,7 +150,7 @@ class NpzPlane(PlaneSource):
         geometry = check_plane(archive.path, name, _plain(dtype), member.shape)
         super().__init__(archive.path, name, dtype, *geometry, member.nbytes)
         self._archive, self._member = archive, member
-        self._stream, self._cursor = None, 0
+        self._cursor = 0
 
     def read(self, start: int, stop: int, out=None):
         import torch
@@ -162,22 +173,27 @@ class NpzPlane(PlaneSource):
         return out
 
     def _inflate(self, view: memoryview, position: int) -> None:
-        if self._stream is None or position < self._cursor:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream, self._cursor = self._archive.open(self._member.entry), 0
+        archive, entry, streams = self._archive, self._member.entry, self._archive.streams
+        if self.name not in streams or position < self._cursor:
+            self._drop_stream()
+            streams[self.name] = archive.open(entry)
+        stream = streams[self.name]
         scratch = memoryview(bytearray(min(_SKIP, max(1, position - self._cursor))))
         while self._cursor < position:
             step = min(len(scratch), position - self._cursor)
-            self._archive.read_exactly(self._stream, self._member.entry, scratch[:step])
+            archive.read_exactly(stream, entry, scratch[:step])
             self._cursor += step
-        self._archive.read_exactly(self._stream, self._member.entry, view)
+        # zipfile compares the member's checksum when its last byte is read.
+        archive.read_exactly(stream, entry, view)
         self._cursor += len(view)
-        if self._cursor == self._member.entry.file_size:
-            # Reading past the last byte makes zipfile compare the checksum.
-            self._archive.read_exactly(self._stream, self._member.entry, view[:0])
-            self._stream.close()
-            self._stream, self._cursor = None, 0
+        if self._cursor == entry.file_size:
+            self._drop_stream()
+
+    def _drop_stream(self) -> None:
+        stream = self._archive.streams.pop(self.name, None)
+        if stream is not None:
+            stream.close()
+        self._cursor = 0
 
 
 def _plain(dtype: str) -> str:
@@ -208,7 +224,7 @@ def _read_small(archive: _Archive, member: _Member):
 
 
 def open_npz(path: str, geometry: Geometry | None = None) -> Dump:
-    """Open an `.npz` dump. InputError on missing, truncated or foreign archives, object arrays, wrong dtypes, shapes."""
+    """Open an `.npz` dump. InputError: missing, truncated or foreign archive, object array, wrong dtype or shape."""
     archive = _Archive(path)
     try:
         return _open(archive, geometry)

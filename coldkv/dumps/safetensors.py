@@ -6,7 +6,6 @@ import re
 
 from coldkv.dumps.model import (
     DEFAULT_PAGE_TOKENS,
-    HOT_FORMATS,
     Dump,
     LayerDump,
     PlaneSource,
@@ -17,13 +16,18 @@ from coldkv.dumps.model import (
     layer_attention,
 )
 from coldkv.errors import InputError
-from coldkv.geometry import Geometry, ceil_div
+from coldkv.formats import FORMATS
+from coldkv.geometry import Geometry
 from coldkv.safetensors_stream import TensorInfo, open_regular, pread_into, read_header
 
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(k|v|k\.codes|k\.scales|v\.codes|v\.scales|q|q_pos|positions)")
 _VALUES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I8": "int8", "U8": "uint8", "F8_E4M3": "uint8",
           "I32": "int32", "I64": "int64"}  # fmt: skip
+# How codes and scales of the hot formats may be spelled in a file; the first spelling is the one written.
+CODES_SPELLED = {"bf16": ("BF16",), "fp16": ("F16",), "int8": ("I8",), "fp8": ("U8", "F8_E4M3"),
+                 "nvfp4": ("U8",), "iso3": ("U8",)}  # fmt: skip
+SCALES_SPELLED = {2: ("F16",), 1: ("U8", "F8_E4M3")}
 
 
 def read_tensor(fd: int, path: str, name: str, info: TensorInfo, start: int = 0, stop: int | None = None, out=None):
@@ -66,28 +70,25 @@ class HotPlaneSource(PlaneSource):
         if len(codes.shape) != 3 or 0 in codes.shape:
             raise InputError(f"{where}: expected [tokens, kv_heads, lead], none zero, found {list(codes.shape)}")
         hot = declared or self._infer(where, codes, scales)
-        if hot not in HOT_FORMATS:
-            raise InputError(f"{where}: expected a hot format ({', '.join(HOT_FORMATS)}), found {str(hot)[:40]!r}")
+        if not isinstance(hot, str) or hot not in FORMATS:
+            raise InputError(f"{where}: expected a hot format ({', '.join(FORMATS)}), found {str(hot)[:40]!r}")
+        form = FORMATS[hot]
         tokens, heads, lead = codes.shape
-        head_dim = lead * 2 if hot in ("nvfp4", "iso3") else lead
-        Geometry(head_dim)
-        dtypes = {"bf16": ("BF16",), "fp16": ("F16",), "int8": ("I8",), "fp8": ("U8", "F8_E4M3")}.get(hot, ("U8",))
-        if codes.dtype not in dtypes:
-            raise InputError(f"{where}: expected {dtypes[0]} codes for {hot}, found {codes.dtype}")
-        lead_scales = {
-            "int8": ("F16", ceil_div(head_dim, 64)),
-            "fp8": ("F16", 1),
-            "nvfp4": ("U8", ceil_div(head_dim, 16)),
-            "iso3": ("U8", ceil_div(head_dim, 16)),
-        }.get(hot)
-        if (lead_scales is None) != (scales is None):
-            raise InputError(f"dump {path}: tensor {base}.scales: {hot} codes {'need' if lead_scales else 'have no'} scales")
-        if lead_scales:
-            expected = (tokens, heads, lead_scales[1])
-            scale_ok = scales.dtype == lead_scales[0] or (lead_scales[0] == "U8" and scales.dtype == "F8_E4M3")
-            if scales.shape != expected or not scale_ok:
+        head_dim = lead * 2 if form.code_bits == 4 else lead
+        try:
+            Geometry(head_dim)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        if codes.dtype not in CODES_SPELLED[hot]:
+            raise InputError(f"{where}: expected {CODES_SPELLED[hot][0]} codes for {hot}, found {codes.dtype}")
+        if (scales is not None) != bool(form.scale_bytes):
+            need = "need" if form.scale_bytes else "have no"
+            raise InputError(f"dump {path}: tensor {base}.scales: {hot} codes {need} scales")
+        if scales is not None:
+            spelled, shape = SCALES_SPELLED[form.scale_bytes], (tokens, heads, form.scales_per_row(head_dim))
+            if scales.shape != shape or scales.dtype not in spelled:
                 raise InputError(
-                    f"dump {path}: tensor {base}.scales: expected {lead_scales[0]} {list(expected)} for {hot}, "
+                    f"dump {path}: tensor {base}.scales: expected {spelled[0]} {list(shape)} for {hot}, "
                     f"found {scales.dtype} {list(scales.shape)}"
                 )
         nbytes = codes.nbytes + (scales.nbytes if scales else 0)
@@ -152,7 +153,7 @@ class _File:
 def _metadata(path: str, metadata: dict[str, str]) -> dict:
     if "coldkv.dump" not in metadata:
         if "coldkv.pool" in metadata:
-            raise InputError(f"dump {path}: this is a pool, not a dump", hint="use coldkv restore to get a dump from it")
+            raise InputError(f"dump {path}: this is a pool, not a dump", hint="coldkv restore makes a dump of it")
         return {}
     try:
         meta = json.loads(metadata["coldkv.dump"])
@@ -162,7 +163,7 @@ def _metadata(path: str, metadata: dict[str, str]) -> dict:
 
 
 def open_safetensors(path: str, geometry: Geometry | None = None) -> Dump:
-    """Open a dump in coldkv's own format. Reads the header alone; imports no torch. InputError on anything malformed."""
+    """Open a dump in coldkv's own format. Reads the header alone, without torch. InputError on anything malformed."""
     fd, _ = open_regular(path)
     file = _File(path, fd)
     try:
@@ -175,7 +176,8 @@ def open_safetensors(path: str, geometry: Geometry | None = None) -> Dump:
                 parts.setdefault(int(match[1]), {})[match[2]] = info
             elif name.startswith("layers."):
                 raise InputError(
-                    f"dump {path}: tensor {name}: expected layers.<i>.k, .v, .k.codes, .k.scales, .q, .q_pos or .positions"
+                    f"dump {path}: tensor {name}: expected layers.<i>.k, .v, .k.codes, .k.scales, .q, .q_pos "
+                    "or .positions"
                 )
         shared = header.tensors.get("positions")
         layers = [_layer(file, meta, index, found, shared) for index, found in sorted(parts.items())]

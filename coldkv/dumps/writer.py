@@ -9,8 +9,9 @@ from typing import Any
 
 from coldkv.atomic import atomic_path
 from coldkv.dumps.model import DEFAULT_PAGE_TOKENS, DUMP_VERSION, Dump, LayerDump
+from coldkv.dumps.safetensors import CODES_SPELLED, SCALES_SPELLED
 from coldkv.errors import InputError
-from coldkv.geometry import ceil_div
+from coldkv.formats import format_of
 from coldkv.safetensors_stream import StreamWriter
 
 _SPELLED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -21,9 +22,10 @@ CHUNK_BYTES = 4 << 20
 class LayerSpec:
     """Shapes of one layer, needed before any data is written.
 
-    `dtype`: bf16, fp16 or fp32 of K, V and q; `dtypes` overrides it for one of "k", "v", "q". `formats`: {"k": hot format id, ...} for planes stored as codes and
-    scales. `planes`: ("k", "v"), or ("k",) for MLA. `q_samples`, `q_heads`: 0 where there are no queries.
-    `positions`: the layer has its own int64 positions. `extra` goes into the layer's attention metadata.
+    `dtype`: bf16, fp16 or fp32 of K, V and q; `dtypes` overrides it for one of "k", "v", "q". `formats`: {"k": hot
+    format id, ...} for planes stored as codes and scales. `planes`: ("k", "v"), or ("k",) for MLA. `q_samples`,
+    `q_heads`: 0 where there are no queries. `positions`: the layer has its own int64 positions. `extra` goes into
+    the layer's attention metadata.
     """
 
     index: int
@@ -56,14 +58,12 @@ class LayerSpec:
                 dtype = _SPELLED[self.dtypes.get(plane, self.dtype)]
                 found.append((f"{base}.{plane}", dtype, (*rows, self.head_dim)))
                 continue
-            four_bit = hot in ("nvfp4", "iso3")
-            codes = {"bf16": "BF16", "fp16": "F16", "int8": "I8"}.get(hot, "U8")
-            found.append((f"{base}.{plane}.codes", codes, (*rows, self.head_dim // 2 if four_bit else self.head_dim)))
-            if four_bit:
-                found.append((f"{base}.{plane}.scales", "U8", (*rows, ceil_div(self.head_dim, 16))))
-            elif hot in ("int8", "fp8"):
-                groups = ceil_div(self.head_dim, 64) if hot == "int8" else 1
-                found.append((f"{base}.{plane}.scales", "F16", (*rows, groups)))
+            form = format_of(hot)
+            lead = self.head_dim * form.code_bits // (16 if form.code_bits == 16 else 8)
+            found.append((f"{base}.{plane}.codes", CODES_SPELLED[hot][0], (*rows, lead)))
+            if form.scale_bytes:
+                scales = (*rows, form.scales_per_row(self.head_dim))
+                found.append((f"{base}.{plane}.scales", SCALES_SPELLED[form.scale_bytes][0], scales))
         if self.q_samples:
             dtype = _SPELLED[self.dtypes.get("q", self.dtype)]
             found.append((f"{base}.q", dtype, (self.q_samples, self.q_heads, self.head_dim)))

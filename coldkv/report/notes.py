@@ -71,15 +71,18 @@ def _larger_than_hot(rows: list[dict]) -> list[Note]:
         total[0] += row["pages"]
         total[1] += row["hot_bytes"]
         total[2] += row["cold_bytes"]
-    out = []
+    planes: dict[tuple, list[str]] = defaultdict(list)
     for (codec, tier, plane), (pages, hot, cold) in totals.items():
         if pages and cold > hot:
-            text = (
-                f"{codec} on {tier} {plane.upper()} takes {cold / pages:,.0f} bytes per head-page and replaces only "
-                f"{hot / pages:,.0f} hot bytes: leave these planes hot"
-            )
-            out.append(Note("warning", text))
-    return out
+            planes[codec, tier, f"{cold / pages:,.0f}", f"{hot / pages:,.0f}"].append(plane.upper())
+    return [
+        Note(
+            "warning",
+            f"{codec} on {tier} {' and '.join(names)} takes {cold} bytes per head-page and replaces only {hot} "
+            "hot bytes: leave these planes hot",
+        )
+        for (codec, tier, cold, hot), names in planes.items()
+    ]
 
 
 def _invalid(rows: list[dict]) -> Note | None:
@@ -106,7 +109,7 @@ def _biased(rows: list[dict]) -> list[Note]:
         worst = f"layer {row['layer']} head {row['head']}"
         text = (
             f"biased {plane.upper()} in {heads} of {len(total[plane])} heads (most in {worst}: nmse_centered is "
-            f"{factor:.0f}x nmse_hot): the channels' mean holds most of the energy and hides the error in nmse_hot; "
+            f"{factor:.3g}x nmse_hot): the channels' mean holds most of the energy and hides the error in nmse_hot; "
             "judge by nmse_centered and logit_rmse"
         )
         out.append(Note("warning", text))

@@ -32,9 +32,13 @@ def page(file: ResultFile, *, with_rows: bool) -> Page:
     if file.kind == "bench":
         return Page(file.path, [], [_bench(file.rows)], [])
     summary, run = file.doc["summary"], file.doc["run"]
-    sections = [_sizes(summary), _errors(summary), _claims(summary)]
-    if with_rows:
-        sections.insert(0, _rows(file.rows))
+    sections = [_rows(file.rows)] if with_rows else []
+    sections += [_sizes(summary), _errors(summary)]
+    if len({line["tier"] for line in summary["tiers"]}) > 1:
+        sections.append(_tiers(summary))
+    claims = _claims(summary)
+    if claims.rows:
+        sections.append(claims)
     return Page(file.path, _facts(run), sections, notes(file.doc))
 
 
@@ -99,10 +103,28 @@ def _errors(summary: dict) -> Section:
     return Section("Error (NMSE to the hot tier; logit RMSE in nats)", ["codec", *shown], rows, {"codec"})
 
 
+def _tiers(summary: dict) -> Section:
+    shown = {
+        "bits/element": "bits_per_element",
+        "K": "nmse_hot_k",
+        "V": "nmse_hot_v",
+        "K centered": "nmse_centered_k",
+        "V centered": "nmse_centered_v",
+        "logit RMSE": "logit_rmse",
+    }
+    rows = [
+        [line["codec"], line["tier"], times(line["page_ratio"]), *(number(line[key]) for key in shown.values())]
+        for line in summary["tiers"]
+    ]
+    return Section("By tier", ["codec", "tier", "per page", *shown], rows, {"codec", "tier"})
+
+
 def _claims(summary: dict) -> Section:
     columns = ["claim of the seed", "claimed", "its arithmetic", "codec", "measured", "holds"]
     rows = []
     for claim in summary["claims"]:
+        if claim["measured"] is None:
+            continue
         measured = times(claim["measured"]) if "x" in claim["claimed"] else number(claim["measured"])
         holds = {True: "yes", False: "no", None: "-"}[claim["holds"]]
         rows.append([claim["claim"], claim["claimed"], claim["arithmetic"] or "-", claim["codec"], measured, holds])
