@@ -106,8 +106,8 @@ def _no_duplicates(pairs):
     return result
 
 
-def _tensor_info(path, name, entry, data_start, data_bytes) -> TensorInfo:
-    where = f"dump {path}: tensor {name}"
+def _tensor_info(file, name, entry, data_start, data_bytes) -> TensorInfo:
+    where = f"{file}: tensor {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise InputError(f"{where}: expected dtype, shape and data_offsets in the header, found {str(entry)[:80]}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -129,48 +129,50 @@ def _tensor_info(path, name, entry, data_start, data_bytes) -> TensorInfo:
     return TensorInfo(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
-def read_header(path: str | os.PathLike, fd: int | None = None) -> Header:
-    """Read and validate the header of `path` (through `fd` if given). InputError on anything malformed or truncated."""
+def read_header(path: str | os.PathLike, fd: int | None = None, what: str = "dump") -> Header:
+    """Read and validate the header of `path` (through `fd` if given). InputError on anything malformed or truncated;
+    it calls the file `what`."""
     if fd is None:
-        fd, _ = open_regular(path)
+        fd, _ = open_regular(path, what)
         try:
-            return read_header(path, fd)
+            return read_header(path, fd, what)
         finally:
             os.close(fd)
+    file = f"{what} {path}"
     size = os.fstat(fd).st_size
     if size < 8:
-        raise InputError(f"dump {path}: expected a safetensors file, found only {size} bytes")
+        raise InputError(f"{file}: expected a safetensors file, found only {size} bytes")
     header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise InputError(
-            f"dump {path}: not a safetensors file: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed"
+            f"{file}: not a safetensors file: header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} allowed"
         )
     if 8 + header_bytes > size:
-        raise InputError(f"dump {path}: truncated: expected a header of {header_bytes} bytes, found {size - 8}")
+        raise InputError(f"{file}: truncated: expected a header of {header_bytes} bytes, found {size - 8}")
     raw = bytearray(header_bytes)
-    pread_into(fd, raw, 8, f"dump {path}")
+    pread_into(fd, raw, 8, file)
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
         if not isinstance(entries, dict):
             raise ValueError("expected an object")
     except (ValueError, RecursionError) as error:
-        raise InputError(f"dump {path}: not a safetensors file: header is not valid JSON: {str(error)[:120]}") from None
+        raise InputError(f"{file}: not a safetensors file: header is not valid JSON: {str(error)[:120]}") from None
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise InputError(f"dump {path}: __metadata__: expected strings only")
+        raise InputError(f"{file}: __metadata__: expected strings only")
     data_start = 8 + header_bytes
-    tensors = {n: _tensor_info(path, n, e, data_start, size - data_start) for n, e in entries.items()}
+    tensors = {n: _tensor_info(file, n, e, data_start, size - data_start) for n, e in entries.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
     cursor = data_start
     for name, info in tensors.items():
         if info.begin != cursor:
             raise InputError(
-                f"dump {path}: tensor {name}: expected data at byte {cursor - data_start}, "
+                f"{file}: tensor {name}: expected data at byte {cursor - data_start}, "
                 f"found {info.begin - data_start} (tensors overlap or leave a gap)"
             )
         cursor = info.end
     if cursor != size:
-        raise InputError(f"dump {path}: expected {cursor} bytes, found {size}")
+        raise InputError(f"{file}: expected {cursor} bytes, found {size}")
     return Header(tensors, metadata, data_start, size)
 
 

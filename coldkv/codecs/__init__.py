@@ -35,6 +35,9 @@ def _codec_classes() -> dict[str, type[Codec]]:
 def _add(classes: dict[str, type[Codec]], codec: type[Codec], where: str) -> None:
     if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise ToolError(f"codec {where}: expected a subclass of coldkv.codecs.Codec, found {codec!r}")
+    for name in ("id", "version", "formats"):
+        if not hasattr(codec, name):
+            raise ToolError(f"codec {where}: the class sets no {name!r}")
     if codec.id in classes:
         raise ToolError(f"codec {where}: id {codec.id!r} is already taken by {classes[codec.id].__module__}")
     classes[codec.id] = codec

@@ -1,0 +1,1 @@
+"""Reading result files: frames, tables, notes in words, and the regression gate."""

@@ -1,0 +1,7 @@
+"""`python -m coldkv`."""
+
+import sys
+
+from coldkv.cli import main
+
+sys.exit(main())

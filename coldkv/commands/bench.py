@@ -1,0 +1,41 @@
+"""`coldkv bench`: throughput of tiers and codecs beside memcpy of the same bytes in the same run."""
+
+import click
+
+from coldkv.errors import InputError
+
+
+@click.command()
+@click.option("--codec", "codec_ids", multiple=True, metavar="ID", help="Codec to time; repeatable. Default: all.")
+@click.option("--tier", default="int8", show_default=True, help="Hot tier of the pages.")
+@click.option("--backend", default="auto", show_default=True, help="auto, cuda, cpu or torch.")
+@click.option("--threads", default=1, show_default=True, help="Threads of the cpu backend, and of its memcpy; 0 = all.")
+@click.option("--head-dim", default=256, show_default=True, help="Channels of one head.")
+@click.option("--page-tokens", default=64, show_default=True, help="Tokens of one page.")
+@click.option("--head-pages", default=4096, show_default=True, help="Head-pages per call; the default is far past the caches.")
+@click.option("--repeat", default=7, show_default=True, help="Timed rounds; figures are medians.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--results", type=click.Path(dir_okay=False), help="Write the JSON document to FILE.")
+def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages, repeat, as_json, results):
+    """Time every operation of a tier and its codecs against memcpy.
+
+    Bytes are those read plus those written, for the operation and for memcpy alike. Operations and their memcpy take
+    turns within a round, so that a busy machine slows both.
+    """
+    if min(head_pages, repeat) < 1 or threads < 0:
+        raise InputError("bench: expected --head-pages and --repeat of at least 1 and --threads of at least 0")
+    from coldkv.bench import dumps, print_table, run_bench
+
+    document = run_bench(
+        codec_ids=codec_ids, tier=tier, backend=backend, threads=threads, head_dim=head_dim, page_tokens=page_tokens,
+        head_pages=head_pages, repeat=repeat,
+    )  # fmt: skip
+    if results:
+        from coldkv.atomic import atomic_path
+
+        with atomic_path(results) as temporary:
+            temporary.write_text(dumps(document), encoding="utf-8")
+    if as_json:
+        click.echo(dumps(document), nl=False)
+    else:
+        print_table(document)

@@ -1,0 +1,92 @@
+"""Command-line options that several commands share, and what they resolve to. Imports click only at module level."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from coldkv.errors import InputError
+
+BACKENDS = ("auto", "cuda", "cpu", "torch")
+
+
+def _stack(*options):
+    def decorate(function):
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+tier_options = _stack(
+    click.option("--table", help="Layer dtype table: a preset, 0-3:fp8,4-35:nvfp4, or a .toml/.json file."),
+    click.option("--tier", help="One tier for every layer (bf16, fp16, int8, fp8, nvfp4, iso3). [default: int8]"),
+)
+backend_option = click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="Where the codecs run."
+)
+dump_options = _stack(
+    click.option("--sample", is_flag=True, help="Use the bundled sample dump."),
+    click.option("--layers", help="Only these layers, e.g. 0,3-7."),
+    click.option("--geometry", metavar="FILE", help="Head sizes for the dump: JSON or a config.json."),
+    click.option("--page-tokens", type=click.IntRange(1, 4096), help="Tokens per page. [default: the dump's, or 64]"),
+    click.option(
+        "--nan",
+        type=click.Choice(("reject", "zero")),
+        default="reject",
+        show_default=True,
+        help="What to do with NaN and Inf.",
+    ),
+)
+
+
+def resolve_table(table: str | None, tier: str | None):
+    """`--table` or `--tier`, not both; int8 everywhere by default."""
+    from coldkv.table import parse_table, uniform_table
+
+    if table and tier:
+        raise InputError("--table and --tier: expected one of them, found both")
+    return parse_table(table) if table else uniform_table(tier or "int8")
+
+
+def resolve_codecs(texts: tuple[str, ...]):
+    """Codecs named by `--codec`, in that order and without repetition; None if there are none."""
+    from coldkv.codecs import parse_codec
+
+    codecs = {}
+    for text in texts:
+        codec = parse_codec(text)
+        if codec.id in codecs:
+            raise InputError(f"--codec {text}: codec {codec.id} is named twice")
+        codecs[codec.id] = codec
+    return list(codecs.values()) or None
+
+
+@contextmanager
+def opened_dump(path: str, geometry: str | None, page_tokens: int | None):
+    """A dump with the page size from `--page-tokens`, else the geometry file's, else its own."""
+    from coldkv.dumps import open_dump
+    from coldkv.sidecar import read_geometry
+
+    sizes = read_geometry(geometry) if geometry else None
+    with open_dump(path, geometry=sizes) as dump:
+        if page_tokens:
+            dump.page_tokens = page_tokens
+        yield dump
+
+
+def dump_paths(paths: tuple[str, ...], sample: bool) -> dict[str, str]:
+    """Name in the results -> path: file names, or whole paths where two files have the same name."""
+    from coldkv.dumps.sample import sample_path
+
+    if sample and paths:
+        raise InputError("--sample: expected no DUMP beside it")
+    if sample:
+        return {"sample": str(sample_path())}
+    if not paths:
+        raise InputError("no dump given", hint="name a file, or use --sample")
+    if len(set(paths)) != len(paths):
+        raise InputError(f"dump {next(p for p in paths if paths.count(p) > 1)}: named twice")
+    names = [Path(path).name for path in paths]
+    return {(name if names.count(name) == 1 else path): path for name, path in zip(names, paths, strict=True)}

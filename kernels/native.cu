@@ -1,0 +1,82 @@
+// Codec native: the nibbles and scales of an nvfp4 or iso3 plane, unchanged, in a raw slot of version 3. Exact.
+#include "plane.h"
+#if CKV_BUILD_HOST
+#include "codec_host.h"
+#else
+#include "codec_device.h"
+#endif
+
+namespace ckv {
+namespace native {
+
+constexpr uint16_t kVersion = 3;
+constexpr unsigned kAccepts = 1u << CKV_NVFP4 | 1u << CKV_ISO3;
+
+CKV_HD uint16_t flags_of(int format) { return format == CKV_ISO3 ? kFlagValid | kFlagIso3 : kFlagValid; }
+
+// Zero, NaN or a set sign bit is not a scale of these tiers; such a page is refused.
+CKV_HD bool not_a_scale(uint8_t byte) { return byte == 0 || byte >= 0x7Fu; }
+
+static const RegisterCodec kRegister("native", kAccepts, raw_slot_bytes);
+
+}  // namespace native
+}  // namespace ckv
+
+using namespace ckv;
+
+#if CKV_BUILD_HOST
+
+extern "C" int ckv_native_encode_cpu(const ckv_plane_desc* d, const void* codes, const void* scales, uint8_t* slots, int64_t stride,
+                                     int32_t* valid, int threads) {
+  int rc = check_call(d, native::kAccepts, slots, stride);
+  if (!rc) rc = check_plane(d, codes, scales);
+  if (rc) return rc;
+  const SlotShape shape(d->page_tokens, d->head_dim);
+  const size_t code_bytes = static_cast<size_t>(shape.scales_at) - sizeof(SlotHeader);
+  const int scale_bytes = static_cast<int>(shape.payload_end - shape.scales_at);
+  return encode_pages(*d, slots, stride, valid, threads, [&](int64_t i, uint8_t* slot) {
+    const PageView page(*d, codes, scales, i);
+    int bad = 0;
+    for (int j = 0; j < scale_bytes; ++j) bad |= native::not_a_scale(page.scales[j]);
+    write_header(slot, native::kVersion, native::flags_of(d->format), 0);
+    memcpy(slot + sizeof(SlotHeader), page.codes, code_bytes);
+    memcpy(slot + shape.scales_at, page.scales, static_cast<size_t>(scale_bytes));
+    return !bad;
+  });
+}
+
+extern "C" int ckv_native_decode_cpu(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, float* out, int threads) {
+  const int rc = check_call(d, native::kAccepts, slots, stride);
+  if (rc || (d->n && !out)) return rc ? rc : CKV_E_NULL;
+  const SlotShape shape(d->page_tokens, d->head_dim);
+  const int64_t count = static_cast<int64_t>(shape.T) * shape.D;
+  return decode_pages(
+      *d, slots, stride, threads, native::kVersion, native::flags_of(d->format),
+      [&](int64_t i, const uint8_t* slot) {
+        if (d->format == CKV_ISO3)
+          slot_to_float<Iso3>(slot, shape, 1.0f, out + i * count);
+        else
+          slot_to_float<E2M1>(slot, shape, 1.0f, out + i * count);
+      },
+      [&](int64_t i) { poison_values(out + i * count, count); });
+}
+
+extern "C" int ckv_native_restore_cpu(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, void* codes, void* scales, int threads) {
+  int rc = check_call(d, native::kAccepts, slots, stride);
+  if (!rc) rc = check_plane(d, codes, scales);
+  if (rc) return rc;
+  const SlotShape shape(d->page_tokens, d->head_dim);
+  return decode_pages(
+      *d, slots, stride, threads, native::kVersion, native::flags_of(d->format),
+      [&](int64_t i, const uint8_t* slot) {
+        const PageView page(*d, codes, scales, i);
+        memcpy(const_cast<uint8_t*>(page.codes), slot + sizeof(SlotHeader), static_cast<size_t>(shape.scales_at) - sizeof(SlotHeader));
+        memcpy(const_cast<uint8_t*>(page.scales), slot + shape.scales_at, static_cast<size_t>(shape.payload_end - shape.scales_at));
+      },
+      [&](int64_t i) {
+        const PageView page(*d, codes, scales, i);
+        poison_plane(d->format, shape.T, shape.D, const_cast<uint8_t*>(page.codes), const_cast<uint8_t*>(page.scales));
+      });
+}
+
+#endif  // CKV_BUILD_HOST
