@@ -7,7 +7,6 @@ Data goes to stdout, everything else to stderr. Importing this module must stay 
 import errno
 import importlib
 import os
-import pkgutil
 import sys
 
 import click
@@ -36,8 +35,9 @@ class LazyGroup(click.Group):
     """Finds commands by file name in `coldkv/commands`: a new file is a new command, without a list to keep."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        names = (module.name for module in pkgutil.iter_modules(coldkv.commands.__path__))
-        return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+        # a listing instead of pkgutil, whose import alone takes a tenth of the time --help may take
+        names = {name for folder in coldkv.commands.__path__ for name in os.listdir(folder) if name.endswith(".py")}
+        return sorted(name[:-3].replace("_", "-") for name in names if not name.startswith("_"))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):

@@ -111,7 +111,7 @@ def _tensor_info(file, name, entry, data_start, data_bytes) -> TensorInfo:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise InputError(f"{where}: expected dtype, shape and data_offsets in the header, found {str(entry)[:80]}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise InputError(f"{where}: unknown dtype {str(dtype)[:40]!r}")
 
     def sizes(x):

@@ -80,3 +80,53 @@ extern "C" int ckv_native_restore_cpu(const ckv_plane_desc* d, const uint8_t* sl
 }
 
 #endif  // CKV_BUILD_HOST
+
+#if CKV_BUILD_DEVICE
+namespace ckv {
+namespace native {
+
+CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint16_t flags, uint8_t* slots, int64_t stride, int32_t* valid) {
+  const int64_t code_bytes = shape.scales_at - static_cast<int64_t>(sizeof(SlotHeader)), scale_bytes = shape.payload_end - shape.scales_at;
+  const uint8_t* page_scales = scales + blockIdx.x * scale_bytes;
+  uint8_t* slot = slots + blockIdx.x * stride;
+  bool bad = false;
+  for (int64_t i = threadIdx.x; i < scale_bytes; i += blockDim.x) bad = bad || not_a_scale(page_scales[i]);
+  block_copy(slot + sizeof(SlotHeader), codes + blockIdx.x * code_bytes, code_bytes);
+  block_copy(slot + shape.scales_at, page_scales, scale_bytes);
+  if (threadIdx.x == 0) write_header(slot, kVersion, flags, 0);
+  finish_slot(slot, shape, bad, valid + blockIdx.x);
+}
+
+}  // namespace native
+}  // namespace ckv
+
+extern "C" int ckv_native_encode_cuda(const ckv_plane_desc* d, const void* codes, const void* scales, uint8_t* slots, int64_t stride,
+                                      int32_t* valid, void* stream) {
+  int rc = check_call(d, native::kAccepts, slots, stride);
+  if (!rc) rc = check_plane(d, codes, scales);
+  if (!rc) rc = check_grid(d);
+  if (rc || !d->n) return rc;
+  if (!valid) return CKV_E_NULL;
+  const SlotShape shape(d->page_tokens, d->head_dim);
+  CKV_LAUNCH(native::encode_kernel, static_cast<unsigned>(d->n), kBlock, stream, static_cast<const uint8_t*>(codes),
+             static_cast<const uint8_t*>(scales), shape, native::flags_of(d->format), slots, stride, valid);
+  return launch_status();
+}
+
+extern "C" int ckv_native_decode_cuda(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, float* out, void* stream) {
+  int rc = check_call(d, native::kAccepts, slots, stride);
+  if (!rc) rc = check_grid(d);
+  if (rc) return rc;
+  const SlotCheck check = {native::kVersion, native::flags_of(d->format)};
+  return d->format == CKV_ISO3 ? launch_slot_to_float<Iso3>(*d, slots, stride, check, out, stream)
+                               : launch_slot_to_float<E2M1>(*d, slots, stride, check, out, stream);
+}
+
+extern "C" int ckv_native_restore_cuda(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, void* codes, void* scales, void* stream) {
+  int rc = check_call(d, native::kAccepts, slots, stride);
+  if (!rc) rc = check_plane(d, codes, scales);
+  if (!rc) rc = check_grid(d);
+  if (rc || !d->n) return rc;
+  return launch_slot_to_nibbles(*d, slots, stride, {native::kVersion, native::flags_of(d->format)}, codes, scales, stream);
+}
+#endif  // CKV_BUILD_DEVICE

@@ -14,18 +14,21 @@ struct Source;
 
 template <>
 struct Source<CKV_BF16> {
+  using Code = uint16_t;
   static constexpr int kGroup = 1 << 30;
   CKV_HD static float scale(const void*, int) { return 1.0f; }
   CKV_HD static float value(const void* codes, int ch, float) { return bf16_to_float(static_cast<const uint16_t*>(codes)[ch]); }
 };
 template <>
 struct Source<CKV_FP16> {
+  using Code = uint16_t;
   static constexpr int kGroup = 1 << 30;
   CKV_HD static float scale(const void*, int) { return 1.0f; }
   CKV_HD static float value(const void* codes, int ch, float) { return fp16_to_float(static_cast<const uint16_t*>(codes)[ch]); }
 };
 template <>
 struct Source<CKV_INT8> {
+  using Code = int8_t;
   static constexpr int kGroup = 64;
   CKV_HD static float scale(const void* scales, int ch) { return fp16_to_float(static_cast<const uint16_t*>(scales)[ch / 64]); }
   CKV_HD static float value(const void* codes, int ch, float s) {
@@ -34,12 +37,14 @@ struct Source<CKV_INT8> {
 };
 template <>
 struct Source<CKV_FP8> {
+  using Code = uint8_t;
   static constexpr int kGroup = 1 << 30;
   CKV_HD static float scale(const void* scales, int) { return fp16_to_float(*static_cast<const uint16_t*>(scales)); }
   CKV_HD static float value(const void* codes, int ch, float s) { return e4m3_to_float(static_cast<const uint8_t*>(codes)[ch]) * s; }
 };
 template <class Alphabet>
 struct NibbleSource {
+  using Code = uint8_t;  // two channels
   static constexpr int kGroup = 16;
   CKV_HD static float scale(const void* scales, int ch) { return e4m3_to_float(static_cast<const uint8_t*>(scales)[ch / 16]); }
   CKV_HD static float value(const void* codes, int ch, float s) {

@@ -22,7 +22,7 @@
 #include <cuda_runtime.h>
 #define CKV_HD __host__ __device__ __forceinline__
 #define CKV_DEVICE __device__ __forceinline__
-#define CKV_KERNEL __global__ void
+#define CKV_KERNEL __global__ static void
 #define CKV_SHARED(T, name, n) __shared__ T name[n]
 #define CKV_LAUNCH(kernel, grid, block, stream, ...) \
   kernel<<<(grid), (block), 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
@@ -32,7 +32,7 @@
 #include "cuda_on_cpu.h"
 #define CKV_HD inline
 #define CKV_DEVICE inline
-#define CKV_KERNEL void
+#define CKV_KERNEL static void
 #define CKV_BUILD_DEVICE 1
 #define CKV_BUILD_HOST 0
 #else
@@ -77,12 +77,11 @@ namespace ckv {
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? 0 : 6 /* CKV_E_LAUNCH */; }
 
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
-constexpr int kBlock = 256;
+constexpr int kBlock = 256;  // threads per block of every kernel; a multiple of 32
 
-// Grid-stride kernels: enough blocks to fill a large device, never more than the work.
+// Blocks for `items` threads of work; kernels loop over the rest.
 inline unsigned grid_for(int64_t items) {
-  int64_t blocks = (items + kBlock - 1) / kBlock;
-  const int64_t most = 65536;
+  const int64_t blocks = (items + kBlock - 1) / kBlock, most = 1 << 20;
   return static_cast<unsigned>(blocks < 1 ? 1 : blocks > most ? most : blocks);
 }
 

@@ -102,3 +102,29 @@ extern "C" int ckv_stats_cpu(int64_t n, int32_t heads, int32_t rows, int32_t hea
   return CKV_OK;
 }
 #endif  // CKV_BUILD_HOST
+
+#if CKV_BUILD_DEVICE
+using namespace ckv;
+
+extern "C" int ckv_stats_cuda(int64_t n, int32_t heads, int32_t rows, int32_t head_dim, const float* x, const float* y, double* out,
+                              double* channel_sums, void* stream) {
+  if (heads < 1 || !shape_ok(n, rows, head_dim) || n % heads) return CKV_E_SHAPE;
+  if (!out || (n && (!x || !y))) return CKV_E_NULL;
+  if (!n) return CKV_OK;
+  const int64_t pages = n / heads, count = static_cast<int64_t>(rows) * head_dim;
+  const int chunks = static_cast<int>(pages < stats::kMaxChunks ? pages : stats::kMaxChunks);
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  void* partial = nullptr;  // stream-ordered: allocating and freeing it synchronises nothing
+  if (cudaMallocAsync(&partial, sizeof(double) * stats::kFigures * static_cast<size_t>(heads) * static_cast<size_t>(chunks), on) != cudaSuccess)
+    return CKV_E_LAUNCH;
+  CKV_LAUNCH(stats::sums_kernel, dim3(static_cast<unsigned>(heads), static_cast<unsigned>(chunks)), kBlock, stream, pages, heads, count, x, y,
+             static_cast<double*>(partial));
+  CKV_LAUNCH(stats::finish_kernel, grid_for(heads), kBlock, stream, heads, chunks, static_cast<double>(pages * count),
+             static_cast<const double*>(partial), out);
+  if (channel_sums)
+    CKV_LAUNCH(stats::channels_kernel, dim3(static_cast<unsigned>(heads), static_cast<unsigned>(ceil_div(head_dim, 32))), kBlock, stream, pages,
+               heads, rows, head_dim, x, channel_sums);
+  cudaFreeAsync(partial, on);
+  return launch_status();
+}
+#endif  // CKV_BUILD_DEVICE

@@ -7,7 +7,7 @@ import stat
 
 import click
 import pytest
-from clirun import ROOT
+from clirun import ROOT, coldkv
 
 from coldkv import results
 from coldkv.cli import group
@@ -31,6 +31,13 @@ def commands():
 def test_the_command_page_is_what_the_commands_say():
     gen_docs = script("gen_docs")
     assert gen_docs.TARGET.read_text() == gen_docs.generate(), "run scripts/gen_docs"
+
+
+def test_the_readmes_example_is_the_report_of_the_baseline():
+    gen_docs = script("gen_docs")
+    assert gen_docs.README.read_text() == gen_docs.readme(), "run scripts/gen_docs"
+    printed = coldkv("report", gen_docs.EXAMPLE, cwd=ROOT).out
+    assert f"```\n{printed}```\n" in gen_docs.README.read_text()
 
 
 @pytest.mark.parametrize("name", sorted(commands()))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import result_docs
-from clirun import coldkv, in_process
+from clirun import coldkv, in_process, python
 from result_docs import layer, row, run
 
 from coldkv import results
@@ -168,6 +168,26 @@ def test_json_carries_the_verdict(gate):
     assert done.code == 1 and out["ok"] is False
     (finding,) = out["baseline"]["worse"]
     assert (finding["metric"], finding["baseline"], finding["found"]) == ("nmse_hot", 0.0125, 0.05)
+
+
+MEASURE_WITH_A_CHANGE = """
+import sys
+from coldkv import minifloat
+from coldkv.cli import main
+minifloat.E2M1_THRESHOLDS = tuple(float(t) for t in sys.argv[1].split(","))
+command = "measure --sample --layers 5 --tier int8 --codec e2m1-g64 --backend torch --results"
+sys.exit(main([*command.split(), sys.argv[2]]))
+"""
+
+
+def test_a_changed_constant_in_a_codec_is_caught_on_the_sample(tmp_path, capsys):
+    thresholds = "0.25,0.75,1.25,1.75,2.5,3.5,5.0"
+    for name, values in (("base", thresholds), ("same", thresholds), ("changed", thresholds.replace("2.5", "2.25"))):
+        assert python(MEASURE_WITH_A_CHANGE, values, tmp_path / name).code == 0
+    done = in_process(capsys, "report", tmp_path / "same", "--baseline", tmp_path / "base")
+    assert done.code == 0 and "2 rows compared, none differs" in done.err
+    done = in_process(capsys, "report", tmp_path / "changed", "--baseline", tmp_path / "base")
+    assert done.code == 1 and "worse: nmse_hot of e2m1-g64 int8 plane k: sample layer 5 plane k head 0" in done.err
 
 
 @pytest.fixture

@@ -247,7 +247,10 @@ def check_meta(path, meta) -> dict:
     page_tokens = meta.get("page_tokens", DEFAULT_PAGE_TOKENS)
     if type(page_tokens) is not int:
         raise InputError(f"{where}: page_tokens: expected a whole number, found {str(page_tokens)[:40]}")
-    Geometry(2, page_tokens)
+    try:
+        Geometry(2, page_tokens)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     for key in ("attention", "formats", "rope"):
         if not isinstance(meta.get(key), dict | None):
             raise InputError(f"{where}: {key}: expected an object, found {str(meta[key])[:40]}")
@@ -271,7 +274,8 @@ def layer_attention(path, meta: dict, index: int) -> dict:
     numbers = {}
     for key in ("scaling", "softcap"):
         value = entry.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e30):
             raise InputError(f"{where}: {key}: expected a positive number, found {str(value)[:40]}")
         numbers[key] = None if value is None else float(value)
     extra = {k: v for k, v in entry.items() if k not in ("kind", "window", "scaling", "softcap")}

@@ -29,7 +29,11 @@ from coldkv.safetensors_stream import open_regular, pread_into
 _NAME = re.compile(r"layer_(0|[1-9][0-9]{0,6})_(k|v|q|q_pos)")
 _DTYPES = {"<f2": "fp16", "<f4": "fp32", "|V2": "bf16", "<V2": "bf16"}
 _MAX_NPY_HEADER = 65_536
+_MAX_DEFLATE_RATIO = 1040  # deflate reaches 1032; more is a forged size, caught before memory is asked for it
 _SKIP = 1 << 20
+# What zipfile, zlib and numpy's header parser raise on damaged bytes; between them they leave little out.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, TypeError, LookupError,
+           SyntaxError, NotImplementedError, RuntimeError, OverflowError)  # fmt: skip
 
 
 @dataclass
@@ -57,7 +61,7 @@ class _Archive:
         try:
             # A descriptor of its own: ZipFile seeks, our own reads are positional.
             self.zip = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+        except _DAMAGE as error:
             self.close()
             raise InputError(f"dump {path}: not a complete .npz archive: {str(error)[:120]}") from None
         names = [entry.filename for entry in self.zip.infolist()]
@@ -85,7 +89,7 @@ class _Archive:
     def open(self, entry: zipfile.ZipInfo):
         try:
             return self.zip.open(entry)
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise InputError(f"{self.where(entry)}: cannot be read: {str(error)[:120]}") from None
 
     def read_exactly(self, stream, entry: zipfile.ZipInfo, view: memoryview) -> None:
@@ -93,7 +97,7 @@ class _Archive:
         while done < len(view):
             try:
                 got = stream.readinto(view[done:])
-            except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+            except _DAMAGE as error:
                 raise InputError(f"{self.where(entry)}: damaged: {str(error)[:120]}") from None
             if not got:
                 raise InputError(f"{self.where(entry)}: truncated: expected {len(view)} more bytes, found {done}")
@@ -103,6 +107,10 @@ class _Archive:
         import numpy as np
 
         where = self.where(entry)
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(f"{where}: expected a stored or deflated member, found method {entry.compress_type}")
+        if entry.file_size > _MAX_DEFLATE_RATIO * max(1, entry.compress_size):
+            raise InputError(f"{where}: {entry.compress_size} bytes cannot inflate to {entry.file_size}")
         with self.open(entry) as stream:
             try:
                 version = np.lib.format.read_magic(stream)
@@ -111,7 +119,7 @@ class _Archive:
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[version]
                 shape, fortran, dtype = reader(stream, max_header_size=_MAX_NPY_HEADER)
-            except (ValueError, KeyError, EOFError, OSError, zlib.error, zipfile.BadZipFile) as error:
+            except _DAMAGE as error:
                 raise InputError(f"{where}: not a readable npy array: {' '.join(str(error).split())[:120]}") from None
             skip = stream.tell()
         if dtype.hasobject:

@@ -70,7 +70,7 @@ class HotPlaneSource(PlaneSource):
         if len(codes.shape) != 3 or 0 in codes.shape:
             raise InputError(f"{where}: expected [tokens, kv_heads, lead], none zero, found {list(codes.shape)}")
         hot = declared or self._infer(where, codes, scales)
-        if hot not in FORMATS:
+        if not isinstance(hot, str) or hot not in FORMATS:
             raise InputError(f"{where}: expected a hot format ({', '.join(FORMATS)}), found {str(hot)[:40]!r}")
         form = FORMATS[hot]
         tokens, heads, lead = codes.shape
