@@ -146,11 +146,12 @@ REASONS = {
 def _lines(report, output) -> list[str]:
     total = sum(report.counts.values())
     lines = [f"{output}: {len(report.layers)} layers, {total} pages (one page of one layer each)"]
-    lines += [f"  {REASONS[reason]:<26}{count:>10}" for reason, count in report.counts.items()]
+    lines += [f"  {REASONS[reason]:<26}{count:>10,}" for reason, count in report.counts.items()]
     if report.slot_bytes:
         ratio = report.cold_hot_bytes / report.slot_bytes
-        lines.append(f"cold pages: {report.cold_hot_bytes} bytes hot -> {report.slot_bytes} bytes in slots ({ratio:.3f}x)")
+        sizes = f"{report.cold_hot_bytes:,} bytes hot -> {report.slot_bytes:,} bytes in slots"
+        lines.append(f"cold pages: {sizes} ({ratio:.3f}x)")
     if report.replica_bytes or report.replicas_missed:
-        lines.append(f"replicas: {report.replica_bytes} bytes; cold pages without one: {report.replicas_missed}")
-    lines.append(f"whole dump: {report.hot_bytes} bytes hot -> file of {report.file_bytes} bytes")
+        lines.append(f"replicas: {report.replica_bytes:,} bytes; cold pages without one: {report.replicas_missed}")
+    lines.append(f"whole dump: {report.hot_bytes:,} bytes hot -> file of {report.file_bytes:,} bytes")
     return lines

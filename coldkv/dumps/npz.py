@@ -31,6 +31,9 @@ _DTYPES = {"<f2": "fp16", "<f4": "fp32", "|V2": "bf16", "<V2": "bf16"}
 _MAX_NPY_HEADER = 65_536
 _MAX_DEFLATE_RATIO = 1040  # deflate reaches 1032; more is a forged size, caught before memory is asked for it
 _SKIP = 1 << 20
+# What zipfile, zlib and numpy's header parser raise on damaged bytes; between them they leave little out.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, TypeError, LookupError,
+           SyntaxError, NotImplementedError, RuntimeError, OverflowError)  # fmt: skip
 
 
 @dataclass
@@ -58,7 +61,7 @@ class _Archive:
         try:
             # A descriptor of its own: ZipFile seeks, our own reads are positional.
             self.zip = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
+        except _DAMAGE as error:
             self.close()
             raise InputError(f"dump {path}: not a complete .npz archive: {str(error)[:120]}") from None
         names = [entry.filename for entry in self.zip.infolist()]
@@ -86,7 +89,7 @@ class _Archive:
     def open(self, entry: zipfile.ZipInfo):
         try:
             return self.zip.open(entry)
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise InputError(f"{self.where(entry)}: cannot be read: {str(error)[:120]}") from None
 
     def read_exactly(self, stream, entry: zipfile.ZipInfo, view: memoryview) -> None:
@@ -94,7 +97,7 @@ class _Archive:
         while done < len(view):
             try:
                 got = stream.readinto(view[done:])
-            except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+            except _DAMAGE as error:
                 raise InputError(f"{self.where(entry)}: damaged: {str(error)[:120]}") from None
             if not got:
                 raise InputError(f"{self.where(entry)}: truncated: expected {len(view)} more bytes, found {done}")
@@ -116,7 +119,7 @@ class _Archive:
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[version]
                 shape, fortran, dtype = reader(stream, max_header_size=_MAX_NPY_HEADER)
-            except (ValueError, KeyError, EOFError, OSError, zlib.error, zipfile.BadZipFile) as error:
+            except _DAMAGE as error:
                 raise InputError(f"{where}: not a readable npy array: {' '.join(str(error).split())[:120]}") from None
             skip = stream.tell()
         if dtype.hasobject:

@@ -23,7 +23,7 @@ def render(pool: dict) -> str:
     groups: dict[tuple, list[int]] = {}
     for layer in pool["layers"]:
         slots = " ".join(
-            f"{name}:{plane['codec']['id']}/{plane['slot_bytes']}" if plane["codec"] else f"{name}:hot {plane['format']}"
+            f"{name}:{plane['codec']['id']}/{plane['slot_bytes']}" if plane["codec"] else f"{name}:{plane['format']}"
             for name, plane in layer["planes"].items()
         )
         keys = ("tier", "tokens", "pages", "slots", "hot_pages", "replica_pages", "kv_heads", "head_dim")

@@ -80,7 +80,8 @@ def _require_same_shape(pool: PoolFile, layout: LayerLayout, layer: LayerDump) -
     if expected != found:
         names = ("tokens", "KV heads", "head_dim", "planes")
         what, want, have = next(x for x in zip(names, expected, found, strict=True) if x[1] != x[2])
-        raise InputError(f"dump {layer._path}: layer {layer.index}: expected {want} {what} as {pool.path} has, found {have}")
+        where = f"dump {layer.planes['k'].path}: layer {layer.index}"
+        raise InputError(f"{where}: expected {want} {what} as {pool.path} has, found {have}")
     for name in layout.planes:
         plane_format(layer.planes[name], name, layout.tier)
 
@@ -108,8 +109,8 @@ class _LayerCompare:
         # (kind, index in the pool, page within the chunk); a replica is compared beside its slot
         slots = [(entry_slot(entry), i) for i, entry in enumerate(table) if entry_slot(entry) is not None]
         hot = [(entry, i) for i, entry in enumerate(table) if entry >= 0]
-        replica_table = self.reader.replica_table
-        replicas = [] if replica_table is None else [(int(replica_table[s]), i) for s, i in slots if replica_table[s] >= 0]
+        replica_of = [] if self.reader.replica_table is None else self.reader.replica_table.tolist()
+        replicas = [(replica_of[slot], i) for slot, i in slots if replica_of and replica_of[slot] >= 0]
         for at, start, stop in runs(slot for slot, _ in slots):
             self._slots(name, chunk, start, stop, [i for _, i in slots[at : at + stop - start]], errors)
         for found, replica in ((hot, False), (replicas, True)):
@@ -132,9 +133,11 @@ class _LayerCompare:
                     f"differs from the dump's encoding in {len(differing)} of {plane.stride} bytes, first at byte "
                     f"{first}: expected 0x{fresh[i, first]:02x}, found 0x{stored[i, first]:02x}"
                 )
-            self._note("slots", f"slot {start + i // self.heads}: {text}", name, self.reader.slot_page[start + i // self.heads], i)
+            slot = start + i // self.heads
+            self._note("slots", f"slot {slot}: {text}", name, self.reader.slot_page[slot], i)
         self.report.slot_records += len(stored)
-        restored = self.backend.decode(plane.codec, torch.from_numpy(stored).to(self.backend.device), geometry, plane.format)
+        records = torch.from_numpy(stored).to(self.backend.device)
+        restored = self.backend.decode(plane.codec, records, geometry, plane.format)
         rows = _head_pages(pages, self.heads).to(chunk.ref.device)
         errors.add(restored, self.backend.dequantize(hot), chunk.ref[rows])
 
@@ -178,4 +181,5 @@ def _head_pages(pages: list[int], heads: int) -> torch.Tensor:
 
 def _take(plane: HotPlane, pages: list[int], heads: int) -> HotPlane:
     rows = _head_pages(pages, heads).to(plane.codes.device)
-    return HotPlane(plane.format, plane.codes[rows], None if plane.scales is None else plane.scales[rows], plane.head_dim)
+    scales = None if plane.scales is None else plane.scales[rows]
+    return HotPlane(plane.format, plane.codes[rows], scales, plane.head_dim)

@@ -187,7 +187,7 @@ class PoolFile:
             raise InputError(f"{where}: header: expected layers in ascending order, each once, found {numbers}")
         expected = {name: (dtype, shape) for layer in self.layers for name, dtype, shape in layer.tensors()}
         for name in sorted(expected.keys() | self._tensors.keys()):
-            want = "none" if name not in expected else "{} {}".format(expected[name][0], list(expected[name][1]))
+            want = "none" if name not in expected else f"{expected[name][0]} {list(expected[name][1])}"
             info = self._tensors.get(name)
             have = "none" if info is None else f"{info.dtype} {list(info.shape)}"
             if want != have:

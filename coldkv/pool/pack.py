@@ -15,7 +15,7 @@ from coldkv._version import __version__
 from coldkv.codecs import Codec
 from coldkv.dumps import Dump, LayerDump
 from coldkv.errors import InputError, ToolError
-from coldkv.formats import FORMATS, tier_formats
+from coldkv.formats import FORMATS
 from coldkv.geometry import Geometry
 from coldkv.pipeline import layer_geometry, plane_chunks, plane_format, read_pages
 from coldkv.pool.file import PoolWriter, head_page_crcs, record_crcs
@@ -81,8 +81,10 @@ def choose_layouts(dump: Dump, assignment: Assignment, codecs: Sequence[Codec], 
         for plane in planes.values():
             hot = FORMATS[plane.format].bytes(geometry)
             if plane.stride > hot:
-                key = f"a {plane.codec.id} slot of {plane.stride} bytes is larger than the {hot} bytes in {plane.format}"
-                warnings.setdefault(key, []).append(index)
+                text = (
+                    f"a {plane.codec.id} slot of {plane.stride} bytes is larger than the {hot} bytes in {plane.format}"
+                )
+                warnings.setdefault(text, []).append(index)
         layouts.append(_bare_layout(layer, tier, geometry, planes))
     for codec in codecs if explicit else ():
         if not formats & set(codec.formats):
@@ -300,7 +302,8 @@ class _LayerPack:
             return plane[(pages[0] - first) * self.heads : (pages[-1] + 1 - first) * self.heads]
         keep = torch.tensor(pages, device=plane.codes.device) - first
         keep = (keep[:, None] * self.heads + torch.arange(self.heads, device=keep.device)).flatten()
-        return HotPlane(plane.format, plane.codes[keep], None if plane.scales is None else plane.scales[keep], plane.head_dim)
+        scales = None if plane.scales is None else plane.scales[keep]
+        return HotPlane(plane.format, plane.codes[keep], scales, plane.head_dim)
 
     def _write_pages(self, prefix: str, first: int, pages: list[int], planes: dict[str, HotPlane], crcs: list) -> None:
         """Append hot pages `[pages * heads, T, lead]` token-major, `[pages * T, heads, lead]`, and note their CRCs."""
@@ -328,7 +331,9 @@ class _LayerPack:
         for name, plane in self.layout.planes.items():
             source = self.layer.planes[name]
             start = self.layout.tokens - rest
-            planes[name] = read_pages(source, plane.format, geometry, self.backend, start, start + rest, nan=self.nan)[1]
+            _, planes[name] = read_pages(
+                source, plane.format, geometry, self.backend, start, start + rest, nan=self.nan
+            )
         self._write_pages("", 0, [0], planes, self.hot_crc)
 
     def _tables(self) -> None:
@@ -357,7 +362,7 @@ class _LayerPack:
             writer.write(f"{base}.positions", numpy_view(self.layer.positions()))
 
 
-def _report(layouts: list[LayerLayout], plans: dict[int, LayerPlan], warnings: list[str], file_bytes: int) -> PackReport:
+def _report(layouts, plans: dict[int, LayerPlan], warnings: list[str], file_bytes: int) -> PackReport:
     report = PackReport(layouts, plans, {}, warnings=warnings, file_bytes=file_bytes)
     counts: Counter = Counter()
     for layout in layouts:

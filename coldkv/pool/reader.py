@@ -1,4 +1,4 @@
-"""Checked reads of one layer of a pool: nothing leaves here before its checksum and its slot header hold. Torch-free."""
+"""Checked reads of one layer of a pool: nothing leaves here before checksum and slot header hold. Torch-free."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -110,7 +110,9 @@ class LayerReader:
             if entry == UNMAPPED:
                 continue
             slot = entry_slot(entry)
-            kind, index, limit = ("slot", slot, layout.slots) if slot is not None else ("hot page", entry, layout.hot_pages)
+            kind, index, limit = "hot page", entry, layout.hot_pages
+            if slot is not None:
+                kind, index, limit = "slot", slot, layout.slots
             if index >= limit:
                 found.append(self._problem("block_table", f"{kind} {index}: only {limit} exist", page=page))
             elif (kind, index) in owners:
@@ -125,7 +127,8 @@ class LayerReader:
         if layout.partial_tokens:
             last = layout.pages - 1
             if int(self.block_table[last]) != layout.hot_pages - 1:
-                text = f"the partial page: expected hot page {layout.hot_pages - 1}, found entry {self.block_table[last]}"
+                found_entry = self.block_table[last]
+                text = f"the partial page: expected hot page {layout.hot_pages - 1}, found entry {found_entry}"
                 found.append(self._problem("block_table", text, page=last))
         if self.valid is not None:
             for slot, plane, head in np.argwhere(self.valid != 1).tolist():

@@ -56,7 +56,8 @@ def restore(
         for reader in readers:
             _restore_layer(reader, writer, backend, dtype, report, advance)
     if report.inexact:
-        report.warnings.append(f"{report.inexact} values are not exact in {dtype} and were rounded; --dtype fp32 is exact")
+        text = f"{report.inexact} values are not exact in {dtype} and were rounded; --dtype fp32 is exact"
+        report.warnings.append(text)
     return report
 
 
@@ -81,7 +82,7 @@ def _spec(layout: LayerLayout, dtype: str) -> LayerSpec:
     )
 
 
-def _restore_layer(reader: LayerReader, writer: DumpWriter, backend, dtype: str, report: RestoreReport, advance) -> None:
+def _restore_layer(reader: LayerReader, writer: DumpWriter, backend, dtype, report: RestoreReport, advance) -> None:
     layout = reader.layout
     for first, pages, values in layer_values(reader, backend, report):
         for name, plane in values.items():
@@ -137,7 +138,7 @@ def layer_values(
         yield whole, 1, values
 
 
-def _fill(reader: LayerReader, backend, entries: list[int], values: dict[str, torch.Tensor], report: RestoreReport) -> None:
+def _fill(reader: LayerReader, backend, entries: list[int], values: dict, report: RestoreReport) -> None:
     """Put the pages that `entries` of the block table point to into `values`, plane -> `[pages, heads, T, D]`."""
     sources: dict[str, list[tuple[int, int]]] = {"slot": [], "replica": [], "hot": []}
     for i, entry in enumerate(entries):

@@ -61,7 +61,8 @@ def verify(path: str, *, advance: Callable[[int], None] = lambda nbytes: None) -
             report.problems += reader.table_problems()
             _check_records(reader, report, advance)
             if layout.has_slots:
-                pages = [page for page, entry in enumerate(reader.block_table.tolist()) if entry_slot(entry) is not None]
+                table = reader.block_table.tolist()
+                pages = [page for page, entry in enumerate(table) if entry_slot(entry) is not None]
                 other, expected = cold.setdefault(layout.tokens, (layout.index, pages))
                 if pages != expected:
                     page = min(set(pages) ^ set(expected))

@@ -30,7 +30,7 @@ class Page:
 def page(file: ResultFile, *, with_rows: bool) -> Page:
     """The page of one file; `with_rows` adds one line per measured plane."""
     if file.kind == "bench":
-        return Page(file.path, [], [_bench(file.rows)], [])
+        return Page(file.path, _bench_facts(file.doc.get("run")), [_bench(file.rows)], [])
     summary, run = file.doc["summary"], file.doc["run"]
     sections = [_rows(file.rows)] if with_rows else []
     sections += [_sizes(summary), _errors(summary)]
@@ -68,6 +68,11 @@ def _facts(run: dict) -> list[tuple[str, str]]:
         ("backend", f"{run['backend']} on {run['device']}"),
         ("coldkv", f"{run['version']}{git}, {run['time_utc']}"),
     ]
+
+
+def _bench_facts(run) -> list[tuple[str, str]]:
+    wanted = ("device", "torch", "version", "time_utc")
+    return [(name, str(run[name])) for name in wanted if run.get(name)] if isinstance(run, dict) else []
 
 
 def _sizes(summary: dict) -> Section:
