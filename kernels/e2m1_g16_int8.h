@@ -5,12 +5,10 @@
 // sum v^2 is common to all candidates; A < 2^15, B < 2^12, h has 11 bits and s 4, so D is exact in fp64, as is E in the
 // definition (42 bits at most). The least D is the least E, ties included.
 //
-// |v| >= t * s is |code| >= ceil(t * s / h) (see e2m1_g64_int8.h). s is a member of U: s / h takes 8 mantissas per octave, so one
-// table of 8 x 7 byte thresholds per octave serves all groups that share h. Everything is done at h scaled to [1, 2), which
-// moves u by a whole number of octaves. Two candidates share one 32-byte vector.
+// |v| >= t * s is |code| >= ceil(t * s / h) (see e2m1_g64_int8.h). s is a member of U, so one table of seven byte thresholds per
+// member serves all groups that share h. Everything is done at h scaled to [1, 2), which moves u by a whole number of octaves.
+// Two candidates share one 32-byte vector.
 #pragma once
-
-#include <cmath>
 
 #include "e2m1_g16_core.h"
 #include "plane.h"
@@ -39,30 +37,39 @@ inline const ScaleTable& scale_table() {
   return t;
 }
 
-// Thresholds of one h: entry r holds bytes T_0..T_6 (less one, biased to signed order) and one unused, twice over: 32 bytes from
-// any entry are that candidate's table in the low half and the next one's in the high half, as byte shuffles want them.
+// Thresholds of one h for entries from `first` on: entry r holds bytes T_0..T_6 (less one, biased to signed order) and one unused,
+// twice over: 32 bytes from any entry are that candidate's table in the low half and the next one's in the high half, as byte
+// shuffles want them.
 struct Thresholds {
-  alignas(32) uint8_t bytes[(kEntries + 8) * 16];
-  __m256 base[4];  // t = .25 .75 1.25 1.75 over the 8 mantissas, divided by h
+  alignas(32) uint8_t bytes[(kEntries + 16) * 16];
+  int first;
 
-  void start(float h) {
-    const __m256 mantissa = _mm256_setr_ps(1.0f, 1.125f, 1.25f, 1.375f, 1.5f, 1.625f, 1.75f, 1.875f), d = _mm256_set1_ps(h);
+  const uint8_t* entry(int r) const { return bytes + 16 * (r - first); }
+
+  // Eight members of U at a time; the next eight are twice as large, so that only the first need divisions.
+  void fill(float h, int first_entry, int last_entry) {
+    first = first_entry;
+    const __m256i u = _mm256_add_epi32(_mm256_set1_epi32(kBaseU + first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256 s = _mm256_castsi256_ps(_mm256_slli_epi32(u, 20)), d = _mm256_set1_ps(h);
     const float t[4] = {0.25f, 0.75f, 1.25f, 1.75f};
-    for (int k = 0; k < 4; ++k) base[k] = _mm256_div_ps(_mm256_mul_ps(mantissa, _mm256_set1_ps(t[k])), d);
-  }
-
-  void octave(int o) {
-    const __m256 x = _mm256_set1_ps(float_of(static_cast<uint32_t>(o + 124) << 23)), x2 = _mm256_add_ps(x, x), x4 = _mm256_add_ps(x2, x2);
-    const auto up = [](__m256 a, __m256 b) { return _mm256_cvtps_epi32(_mm256_ceil_ps(_mm256_mul_ps(a, b))); };
-    const __m256i v[7] = {up(base[0], x), up(base[1], x), up(base[2], x), up(base[3], x), up(base[2], x2), up(base[3], x2), up(base[2], x4)};
-    const ThresholdColumns c = threshold_columns(v);
-    // Doubled: 0 and 4, 1 and 5, ... in the two halves of a vector.
-    __m128i* to = reinterpret_cast<__m128i*>(bytes + 128 * o);
-    const __m256i doubled[4] = {_mm256_unpacklo_epi64(c.c01_45, c.c01_45), _mm256_unpackhi_epi64(c.c01_45, c.c01_45),
-                                _mm256_unpacklo_epi64(c.c23_67, c.c23_67), _mm256_unpackhi_epi64(c.c23_67, c.c23_67)};
-    for (int m = 0; m < 4; ++m) {
-      _mm_store_si128(to + m, _mm256_castsi256_si128(doubled[m]));
-      _mm_store_si128(to + m + 4, _mm256_extracti128_si256(doubled[m], 1));
+    __m256 q[7];
+    for (int k = 0; k < 4; ++k) q[k] = _mm256_div_ps(_mm256_mul_ps(s, _mm256_set1_ps(t[k])), d);
+    q[4] = _mm256_add_ps(q[2], q[2]), q[5] = _mm256_add_ps(q[3], q[3]), q[6] = _mm256_add_ps(q[4], q[4]);
+    __m128i* to = reinterpret_cast<__m128i*>(bytes);
+    for (int r = first; r <= last_entry; r += 8, to += 8) {
+      __m256i v[7];
+      for (int k = 0; k < 7; ++k) {
+        v[k] = _mm256_cvtps_epi32(_mm256_ceil_ps(q[k]));
+        q[k] = _mm256_add_ps(q[k], q[k]);
+      }
+      const ThresholdColumns c = threshold_columns(v);
+      // Doubled: 0 and 4, 1 and 5, ... in the two halves of a vector.
+      const __m256i doubled[4] = {_mm256_unpacklo_epi64(c.c01_45, c.c01_45), _mm256_unpackhi_epi64(c.c01_45, c.c01_45),
+                                  _mm256_unpacklo_epi64(c.c23_67, c.c23_67), _mm256_unpackhi_epi64(c.c23_67, c.c23_67)};
+      for (int m = 0; m < 4; ++m) {
+        _mm_store_si128(to + m, _mm256_castsi256_si128(doubled[m]));
+        _mm_store_si128(to + m + 4, _mm256_extracti128_si256(doubled[m], 1));
+      }
     }
   }
 };
@@ -72,85 +79,131 @@ inline int max_byte16(__m128i a) {
   return 255 - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(pairs, _mm_set1_epi16(255)))) & 255);
 }
 
-// Searches the four groups of 64 codes (zeros where a row ends earlier) at h in [1, 2): 8 nibble bytes per group, and u at that
-// h. Stages run over all four groups in turn, so that the long dependency chains of one group overlap with the next one's.
-inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles, int* u) {
-  alignas(16) int32_t cmax[4], lo[4], hi[4];
-  __m128i code[4];
-  for (int g = 0; g < 4; ++g) {
-    code[g] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * g));
-    cmax[g] = max_byte16(_mm_abs_epi8(code[g]));
-  }
-  const __m128i top = _mm_max_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(cmax)), _mm_set1_epi32(1));
-  const __m128 a = _mm_mul_ps(_mm_cvtepi32_ps(top), _mm_set1_ps(h));
+// Four groups of 64 codes (zeros where a row ends earlier) on their way through the two steps of the search.
+struct Block {
+  alignas(32) Thresholds T;
+  alignas(16) int32_t cmax[4], lo[4], hi[4];  // candidates of group g are the entries lo..hi
+  alignas(16) uint8_t padded[64];
+  const uint8_t* codes;
+  float h;         // the block's scale, moved to [1, 2) by whole octaves
+  int octaves;     // how many
+  uint8_t* nibbles;
+  uint16_t* u;
+  int len;  // codes that exist, 2..64
+};
+
+// Step one: ranges and thresholds. Step two loads the thresholds in other pieces than they are stored in, which stalls while the
+// stores are fresh; so the page loop prepares a block before it finishes the one before.
+inline void prepare(Block& b) {
+  for (int g = 0; g < 4; ++g) b.cmax[g] = max_byte16(_mm_abs_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g))));
+  const __m128i top = _mm_max_epi32(_mm_setr_epi32(b.cmax[0], b.cmax[1], b.cmax[2], b.cmax[3]), _mm_set1_epi32(1));
+  const __m128 a = _mm_mul_ps(_mm_cvtepi32_ps(top), _mm_set1_ps(b.h));
   // Exact bounds: a has at most 19 bits, so a quotient that is not in U cannot round to a member of U.
   const __m128i base = _mm_set1_epi32(kBaseU);
   const __m128i low = _mm_sub_epi32(
       _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(7.5f))), _mm_set1_epi32(0xFFFFF)), 20), base);
-  _mm_store_si128(reinterpret_cast<__m128i*>(lo), low);
-  _mm_store_si128(reinterpret_cast<__m128i*>(hi), _mm_sub_epi32(_mm_srli_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(3.5f))), 20), base));
+  const __m128i high = _mm_sub_epi32(_mm_srli_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(3.5f))), 20), base);
+  _mm_store_si128(reinterpret_cast<__m128i*>(b.lo), low);
+  _mm_store_si128(reinterpret_cast<__m128i*>(b.hi), high);
+  const __m128i swapped = _mm_shuffle_epi32(low, 0x4E), higher = _mm_shuffle_epi32(high, 0x4E);
+  const __m128i least = _mm_min_epi32(low, swapped), most = _mm_max_epi32(high, higher);
+  b.T.fill(b.h, std::min(_mm_cvtsi128_si32(least), _mm_extract_epi32(least, 1)), std::max(_mm_cvtsi128_si32(most), _mm_extract_epi32(most, 1)));
+}
 
-  T.start(h);
-  const int first = std::min(std::min(lo[0], lo[1]), std::min(lo[2], lo[3])), last = std::max(std::max(lo[0], lo[1]), std::max(lo[2], lo[3]));
-  for (int o = first >> 3; o <= (last + 9) >> 3; ++o) T.octave(o);
-
+// Step two: the search proper. Writes the nibbles and u of every group; loops over the four groups let the long dependency chain
+// of one overlap with the next one's.
+inline void finish(const Block& b) {
   const __m256i q2_of = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0));
   const __m256i ones = _mm256_set1_epi16(1);
   const __m256i three = _mm256_set1_epi8(3);
   alignas(32) uint8_t index[4][10][16];
-  alignas(32) __m256i sums[4][5];  // per half: A, A, B, B of one candidate as 32-bit partial sums
-  for (int g = 0; g < 4; ++g) {
-    const __m256i mag = _mm256_broadcastsi128_si256(_mm_abs_epi8(code[g])), x = _mm256_xor_si256(mag, _mm256_set1_epi8(-128));
-    const uint8_t* thresholds = T.bytes + 16 * lo[g];
-#pragma GCC unroll 5
-    for (int pair = 0; pair < 5; ++pair) {
-      const __m256i t = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(thresholds + 32 * pair));
-      const __m256i i = thresholds_reached(x, t, _mm256_shuffle_epi8(t, three));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(index[g][2 * pair]), i);
-      const __m256i q2 = _mm256_shuffle_epi8(q2_of, i);
-      const __m256i A = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, q2), ones), B = _mm256_madd_epi16(_mm256_maddubs_epi16(q2, q2), ones);
-      sums[g][pair] = _mm256_madd_epi16(_mm256_packs_epi32(A, B), ones);
-    }
-  }
-
+  alignas(32) __m256i joined[4][2];
+  alignas(32) double tail8[4];
   const ScaleTable& st = scale_table();
-  const __m256d wide_h = _mm256_set1_pd(static_cast<double>(h)), quarter = _mm256_set1_pd(0.25);
+  const double wide_h = static_cast<double>(b.h);
+  const auto magnitude = [&](int g) { return _mm_abs_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g))); };
+  const auto flip = [](__m256i mag) { return _mm256_xor_si256(mag, _mm256_set1_epi8(-128)); };
+  // Per half: A, A, B, B of one candidate as 32-bit partial sums.
+  const auto sums = [&](__m256i mag, __m256i i) {
+    const __m256i q2 = _mm256_shuffle_epi8(q2_of, i);
+    const __m256i A = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, q2), ones), B = _mm256_madd_epi16(_mm256_maddubs_epi16(q2, q2), ones);
+    return _mm256_madd_epi16(_mm256_packs_epi32(A, B), ones);
+  };
+  // A, B, A, B of the candidates of p and q, per half.
+  const auto join = [&](__m256i p, __m256i q) { return _mm256_madd_epi16(_mm256_packs_epi32(p, q), ones); };
   for (int g = 0; g < 4; ++g) {
-    const auto join = [&](int p, int q) { return _mm256_madd_epi16(_mm256_packs_epi32(sums[g][p], sums[g][q]), ones); };
-    // Halves: even candidates low, odd high; within a half A, B, A, B of pairs p and q.
-    const __m256i ab01 = join(0, 1), ab23 = join(2, 3), ab4 = join(4, 4);
-    const __m256i As = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(ab01), _mm256_castsi256_ps(ab23), 0x88));
-    const __m256i Bs = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(ab01), _mm256_castsi256_ps(ab23), 0xDD));
+    const __m256i mag = _mm256_broadcastsi128_si256(magnitude(g)), x = flip(mag);
+    const uint8_t* thresholds = b.T.entry(b.lo[g]);
+    const auto pair = [&](int p) {  // candidates 2p in the low half, 2p + 1 in the high half
+      const __m256i t = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(thresholds + 32 * p));
+      const __m256i i = thresholds_reached(x, t, _mm256_shuffle_epi8(t, three));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(index[g][2 * p]), i);
+      return sums(mag, i);
+    };
+    joined[g][0] = join(pair(0), pair(1));
+    joined[g][1] = join(pair(2), pair(3));
+  }
+  // Candidate 8, which one group in five has, of two groups side by side; no branch could guess it.
+  const auto eighth = [&](int g, int candidate) {
+    const auto table = [&](int k) { return _mm_load_si128(reinterpret_cast<const __m128i*>(b.T.entry(std::min(b.lo[k] + candidate, b.hi[k])))); };
+    const __m256i mag = _mm256_setr_m128i(magnitude(g), magnitude(g + 1)), t = _mm256_setr_m128i(table(g), table(g + 1));
+    const __m256i i = thresholds_reached(flip(mag), t, _mm256_shuffle_epi8(t, three));
+    _mm_store_si128(reinterpret_cast<__m128i*>(index[g][candidate]), _mm256_castsi256_si128(i));
+    _mm_store_si128(reinterpret_cast<__m128i*>(index[g + 1][candidate]), _mm256_extracti128_si256(i, 1));
+    return sums(mag, i);
+  };
+  const auto late_scores = [&](int candidate, double* out) {  // 0, which never wins, where a group has no such candidate
+    alignas(32) int32_t ab[2][4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(ab), join(eighth(0, candidate), eighth(2, candidate)));
+    for (int g = 0; g < 4; ++g) {
+      const double s = st.one[b.lo[g] + candidate];
+      const int32_t* AB = ab[g & 1] + (g & 2);
+      out[g] = b.lo[g] + candidate <= b.hi[g] ? s * (0.25 * s * AB[1] - wide_h * AB[0]) : 0.0;
+    }
+  };
+  late_scores(8, tail8);
+  alignas(32) double tail9[4] = {0, 0, 0, 0};
+  const auto ranges = _mm_sub_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(b.hi)), _mm_load_si128(reinterpret_cast<const __m128i*>(b.lo)));
+  if (_mm_movemask_epi8(_mm_cmpgt_epi32(ranges, _mm_set1_epi32(8)))) late_scores(9, tail9);
+
+  // D < 0 for every candidate (a scale is at most a / 3.5, so the largest value gains), and D has at most 33 significant bits: the
+  // low bits of the doubles can carry 15 - candidate. The least number then names the smallest s among equals.
+  const __m256d h4 = _mm256_set1_pd(wide_h), quarter = _mm256_set1_pd(0.25);
+  const __m256d even_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(15, 13, 11, 9)), odd_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(14, 12, 10, 8));
+  const __m128d tail_tags = _mm_castsi128_pd(_mm_set_epi64x(6, 7));
+  alignas(32) uint8_t best[64];
+  for (int g = 0; g < 4; ++g) {
+    const __m256 ab01 = _mm256_castsi256_ps(joined[g][0]), ab23 = _mm256_castsi256_ps(joined[g][1]);
+    const __m256i As = _mm256_castps_si256(_mm256_shuffle_ps(ab01, ab23, 0x88)), Bs = _mm256_castps_si256(_mm256_shuffle_ps(ab01, ab23, 0xDD));
     const auto score = [&](__m128i A, __m128i B, const double* s) {
       const __m256d sv = _mm256_load_pd(s);
-      return _mm256_mul_pd(sv, _mm256_sub_pd(_mm256_mul_pd(_mm256_mul_pd(sv, quarter), _mm256_cvtepi32_pd(B)), _mm256_mul_pd(wide_h, _mm256_cvtepi32_pd(A))));
+      return _mm256_mul_pd(sv, _mm256_sub_pd(_mm256_mul_pd(_mm256_mul_pd(sv, quarter), _mm256_cvtepi32_pd(B)), _mm256_mul_pd(h4, _mm256_cvtepi32_pd(A))));
     };
-    const __m256d even = score(_mm256_castsi256_si128(As), _mm256_castsi256_si128(Bs), st.even[lo[g]]);
-    const __m256d odd = score(_mm256_extracti128_si256(As, 1), _mm256_extracti128_si256(Bs, 1), st.even[lo[g] + 1]);
-    // Candidates 8 and 9 may lie past the range (8 to 10 candidates occur).
-    const __m128i ab89 = _mm_unpacklo_epi32(_mm256_castsi256_si128(ab4), _mm256_extracti128_si256(ab4, 1));  // A8 A9 B8 B9
-    const __m128d s89 = _mm_loadu_pd(st.one + lo[g] + 8), h2 = _mm256_castpd256_pd128(wide_h);
-    const __m128d A89 = _mm_cvtepi32_pd(ab89), B89 = _mm_cvtepi32_pd(_mm_srli_si128(ab89, 8));
-    alignas(16) static const double past[3][2] = {{HUGE_VAL, HUGE_VAL}, {0, HUGE_VAL}, {0, 0}};
-    const __m128d tail = _mm_add_pd(_mm_mul_pd(s89, _mm_sub_pd(_mm_mul_pd(_mm_mul_pd(s89, _mm_set1_pd(0.25)), B89), _mm_mul_pd(h2, A89))),
-                                    _mm_load_pd(past[hi[g] - lo[g] - 7]));
-
+    const __m256d even = _mm256_or_pd(score(_mm256_castsi256_si128(As), _mm256_castsi256_si128(Bs), st.even[b.lo[g]]), even_tags);
+    const __m256d odd = _mm256_or_pd(score(_mm256_extracti128_si256(As, 1), _mm256_extracti128_si256(Bs, 1), st.even[b.lo[g] + 1]), odd_tags);
     const __m256d m4 = _mm256_min_pd(even, odd);
-    __m128d m = _mm_min_pd(tail, _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1)));
+    __m128d m = _mm_min_pd(_mm_or_pd(_mm_setr_pd(tail8[g], tail9[g]), tail_tags), _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1)));
     m = _mm_min_pd(m, _mm_permute_pd(m, 1));
-    const __m256d least = _mm256_broadcastsd_pd(m);
-    static const uint8_t spread[16] = {0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41, 0x44, 0x45, 0x50, 0x51, 0x54, 0x55};
-    const int hits = spread[_mm256_movemask_pd(_mm256_cmp_pd(even, least, _CMP_EQ_OQ))] |
-                     spread[_mm256_movemask_pd(_mm256_cmp_pd(odd, least, _CMP_EQ_OQ))] << 1 |
-                     _mm_movemask_pd(_mm_cmpeq_pd(tail, _mm256_castpd256_pd128(least))) << 8;
-    const int winner = __builtin_ctz(static_cast<unsigned>(hits));  // the smallest s among the best
+    const int winner = b.cmax[g] ? 15 - static_cast<int>(_mm_cvtsi128_si64(_mm_castpd_si128(m)) & 15) : 0;
+    _mm_store_si128(reinterpret_cast<__m128i*>(best + 16 * g), _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner])));
+    if (16 * g < b.len) b.u[g] = static_cast<uint16_t>(b.cmax[g] ? kBaseU + b.lo[g] + winner + 8 * b.octaves : g16::kZeroGroup);
+  }
 
-    const __m128i i = _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner]));
-    const __m128i negative = _mm_and_si128(_mm_srli_epi16(code[g], 4), _mm_set1_epi8(8));
-    const __m128i n = _mm_or_si128(i, _mm_andnot_si128(_mm_cmpeq_epi8(i, _mm_setzero_si128()), negative));
-    const __m128i packed = _mm_packus_epi16(_mm_maddubs_epi16(n, _mm_set1_epi16(16 << 8 | 1)), _mm_setzero_si128());
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(nibbles + 8 * g), packed);
-    u[g] = cmax[g] ? kBaseU + lo[g] + winner : -1;
+  __m256i words[2];
+  for (int half = 0; half < 2; ++half) {
+    const __m256i i = _mm256_load_si256(reinterpret_cast<const __m256i*>(best + 32 * half));
+    const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b.codes + 32 * half));
+    const __m256i negative = _mm256_and_si256(_mm256_srli_epi16(c, 4), _mm256_set1_epi8(8));
+    const __m256i n = _mm256_or_si256(i, _mm256_andnot_si256(_mm256_cmpeq_epi8(i, _mm256_setzero_si256()), negative));
+    words[half] = _mm256_maddubs_epi16(n, _mm256_set1_epi16(16 << 8 | 1));
+  }
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(words[0], words[1]), 0xD8);
+  if (b.len == 64) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(b.nibbles), packed);
+  } else {
+    alignas(32) uint8_t out[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out), packed);
+    memcpy(b.nibbles, out, static_cast<size_t>(b.len) / 2);
   }
 }
 
@@ -159,26 +212,28 @@ inline bool search_page(const PageView& page, const SlotShape& shape, uint8_t* n
   const int groups = ceil_div(shape.D, 64);
   for (int64_t i = 0; i < static_cast<int64_t>(shape.T) * groups; ++i)
     if (reinterpret_cast<const uint16_t*>(page.scales)[i] > 0x7BFF) return false;
-  Thresholds T;
-  alignas(16) uint8_t padded[64], out[32];
-  int block_u[4];
+  Block blocks[2];
+  int64_t done = 0;
   for (int row = 0; row < shape.T; ++row)
     for (int g = 0; g < groups; ++g) {
-      const int len = std::min(64, shape.D - 64 * g);
+      Block& b = blocks[done & 1];
       const uint32_t hb = bits_of(fp16_to_float(reinterpret_cast<const uint16_t*>(page.scale(row))[g]));
-      const int octaves = static_cast<int>(hb >> 23) - 127;
-      const uint8_t* src = page.code(row) + 64 * g;
-      uint8_t* to = nibbles + (static_cast<int64_t>(row) * shape.D + 64 * g) / 2;
-      if (len < 64 || hb == 0) {  // with a scale of zero every value is zero
-        memset(padded, 0, sizeof padded);
-        if (hb) memcpy(padded, src, static_cast<size_t>(len));
-        src = padded;
+      b.octaves = static_cast<int>(hb >> 23) - 127;
+      b.h = float_of((hb & 0x7FFFFFu) | 0x3F800000u);
+      b.len = std::min(64, shape.D - 64 * g);
+      b.codes = page.code(row) + 64 * g;
+      if (b.len < 64 || hb == 0) {  // with a scale of zero every value is zero
+        memset(b.padded, 0, sizeof b.padded);
+        if (hb) memcpy(b.padded, b.codes, static_cast<size_t>(b.len));
+        b.codes = b.padded;
       }
-      block(src, float_of((hb & 0x7FFFFFu) | 0x3F800000u), T, len < 64 ? out : to, block_u);
-      if (len < 64) memcpy(to, out, static_cast<size_t>(len) / 2);
-      uint16_t* uo = u + static_cast<int64_t>(row) * shape.g16 + 4 * g;
-      for (int k = 0; 16 * k < len; ++k) uo[k] = static_cast<uint16_t>(block_u[k] < 0 ? g16::kZeroGroup : block_u[k] + 8 * octaves);
+      b.nibbles = nibbles + (static_cast<int64_t>(row) * shape.D + 64 * g) / 2;
+      b.u = u + static_cast<int64_t>(row) * shape.g16 + 4 * g;
+      prepare(b);
+      if (done) finish(blocks[(done - 1) & 1]);
+      ++done;
     }
+  finish(blocks[(done - 1) & 1]);
   return true;
 }
 
