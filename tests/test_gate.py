@@ -5,10 +5,10 @@ import json
 
 import pytest
 import result_docs
-from clirun import coldkv, in_process, python
+from clirun import coldkv, in_process
 from result_docs import layer, row, run
 
-from coldkv import results
+from coldkv import minifloat, results
 from coldkv.report import compare
 from coldkv.report.compare import DIRECTIONS
 
@@ -28,13 +28,13 @@ FIXED = {"pages", "tokens", "elements", "hot_bytes"}
 
 
 @pytest.fixture
-def gate(tmp_path):
+def gate(tmp_path, capsys):
     """Write two documents and run the gate on them."""
 
     def gate(found, baseline, *args):
         results.write_results(tmp_path / "found.json", found)
         results.write_results(tmp_path / "base.json", baseline)
-        return coldkv("report", tmp_path / "found.json", "--baseline", tmp_path / "base.json", *args)
+        return in_process(capsys, "report", tmp_path / "found.json", "--baseline", tmp_path / "base.json", *args)
 
     return gate
 
@@ -149,10 +149,10 @@ def test_another_table_is_refused(gate):
     assert done.code == 2 and "table: expected 'a' (uniform: int8 x1)" in done.err and "found 'b'" in done.err
 
 
-def test_the_same_rows_twice_are_refused(tmp_path):
+def test_the_same_rows_twice_are_refused(tmp_path, capsys):
     results.write_results(tmp_path / "a.json", result_docs.uniform_doc())
     path = tmp_path / "a.json"
-    done = coldkv("report", path, path, "--baseline", path)
+    done = in_process(capsys, "report", path, path, "--baseline", path)
     assert done.code == 2 and "is in two of the result files" in done.err
 
 
@@ -170,22 +170,18 @@ def test_json_carries_the_verdict(gate):
     assert (finding["metric"], finding["baseline"], finding["found"]) == ("nmse_hot", 0.0125, 0.05)
 
 
-MEASURE_WITH_A_CHANGE = """
-import sys
-from coldkv import minifloat
-from coldkv.cli import main
-minifloat.E2M1_THRESHOLDS = tuple(float(t) for t in sys.argv[1].split(","))
-command = "measure --sample --layers 5 --tier int8 --codec e2m1-g64 --backend torch --results"
-sys.exit(main([*command.split(), sys.argv[2]]))
-"""
+def test_a_changed_constant_in_a_codec_is_caught_on_the_sample(tmp_path, capsys, monkeypatch):
+    def measure(name):
+        options = "--sample --layers 5 --tier int8 --codec e2m1-g64 --backend torch".split()
+        assert in_process(capsys, "measure", *options, "--results", tmp_path / name).code == 0
 
-
-def test_a_changed_constant_in_a_codec_is_caught_on_the_sample(tmp_path, capsys):
-    thresholds = "0.25,0.75,1.25,1.75,2.5,3.5,5.0"
-    for name, values in (("base", thresholds), ("same", thresholds), ("changed", thresholds.replace("2.5", "2.25"))):
-        assert python(MEASURE_WITH_A_CHANGE, values, tmp_path / name).code == 0
+    measure("base")
+    measure("same")
     done = in_process(capsys, "report", tmp_path / "same", "--baseline", tmp_path / "base")
     assert done.code == 0 and "2 rows compared, none differs" in done.err
+    thresholds = [2.25 if threshold == 2.5 else threshold for threshold in minifloat.E2M1_THRESHOLDS]
+    monkeypatch.setattr(minifloat, "E2M1_THRESHOLDS", tuple(thresholds))
+    measure("changed")
     done = in_process(capsys, "report", tmp_path / "changed", "--baseline", tmp_path / "base")
     assert done.code == 1 and "worse: nmse_hot of e2m1-g64 int8 plane k: sample layer 5 plane k head 0" in done.err
 
@@ -264,23 +260,23 @@ BENCH = {
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(0.5, 0), (0.36, 0), (0.3, 1), (1.0, 0), (None, 1)])
-def test_bench_files_are_compared_by_a_factor(tmp_path, ratio, code):
+def test_bench_files_are_compared_by_a_factor(tmp_path, capsys, ratio, code):
     found = copy.deepcopy(BENCH)
     found["rows"][0] |= {"memcpy_ratio": ratio, "gb_s": 0.001}
     for name, doc in (("base", BENCH), ("found", found)):
         (tmp_path / name).write_text(json.dumps(doc))
-    done = coldkv("report", tmp_path / "found", "--baseline", tmp_path / "base")
+    done = in_process(capsys, "report", tmp_path / "found", "--baseline", tmp_path / "base")
     assert done.code == code and "pack" in done.out
     assert ("memcpy_ratio of pack e2m1-g64 threads=1: baseline 0.5" in done.err) == (code == 1)
 
 
-def test_a_lost_timing_fails_and_kinds_do_not_mix(tmp_path):
+def test_a_lost_timing_fails_and_kinds_do_not_mix(tmp_path, capsys):
     other = copy.deepcopy(BENCH)
     other["rows"][0]["op"] = "restore"
     for name, doc in (("base", BENCH), ("other", other)):
         (tmp_path / name).write_text(json.dumps(doc))
-    done = coldkv("report", tmp_path / "other", "--baseline", tmp_path / "base")
+    done = in_process(capsys, "report", tmp_path / "other", "--baseline", tmp_path / "base")
     assert done.code == 1 and "row of pack e2m1-g64 threads=1" in done.err
     results.write_results(tmp_path / "r.json", result_docs.uniform_doc())
-    done = coldkv("report", tmp_path / "r.json", "--baseline", tmp_path / "base")
+    done = in_process(capsys, "report", tmp_path / "r.json", "--baseline", tmp_path / "base")
     assert done.code == 2 and "is a results file, the baseline" in done.err

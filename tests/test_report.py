@@ -7,12 +7,18 @@ import json
 
 import pytest
 import result_docs
-from clirun import coldkv
+from clirun import in_process
 from result_docs import HOT, layer, row, run
 
 from coldkv import results
 from coldkv.report.notes import notes
 from coldkv.report.sections import number
+
+
+@pytest.fixture
+def coldkv(capsys):
+    """The command line in this process; its contract as a process is tested elsewhere."""
+    return lambda *args: in_process(capsys, *args)
 
 
 @pytest.fixture
@@ -25,7 +31,7 @@ def write(tmp_path):
     return write
 
 
-def test_table_shows_aggregate_claims_and_notes(write):
+def test_table_shows_aggregate_claims_and_notes(coldkv, write):
     done = coldkv("report", write(result_docs.seed_doc()))
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
@@ -39,13 +45,13 @@ def test_table_shows_aggregate_claims_and_notes(write):
     assert "note: 7 tokens of a partial last page were not measured in 3 layers" in done.out
 
 
-def test_rows_on_request(write):
+def test_rows_on_request(coldkv, write):
     path = write(result_docs.uniform_doc())
     assert "max_abs_err" not in coldkv("report", path).out
     assert "max_abs_err" in coldkv("report", path, "--rows").out
 
 
-def test_csv_holds_the_rows_with_the_schemas_columns(write):
+def test_csv_holds_the_rows_with_the_schemas_columns(coldkv, write):
     doc = result_docs.seed_doc()
     done = coldkv("report", write(doc), "--format", "csv")
     table = list(csv.DictReader(io.StringIO(done.out)))
@@ -54,14 +60,14 @@ def test_csv_holds_the_rows_with_the_schemas_columns(write):
     assert table[1]["logit_rmse"] == "", "a missing value is empty, not a number"
 
 
-def test_csv_of_the_summary(write):
+def test_csv_of_the_summary(coldkv, write):
     done = coldkv("report", write(result_docs.seed_doc()), "--format", "csv", "--summary")
     (line,) = csv.DictReader(io.StringIO(done.out))
     assert float(line["aggregate_ratio"]) == pytest.approx(1.3116, abs=1e-4) and line["left_hot"] == "nvfp4"
 
 
 @pytest.mark.parametrize("args", [["--json"], ["--format", "json"]])
-def test_json_is_one_document(write, args):
+def test_json_is_one_document(coldkv, write, args):
     doc = result_docs.seed_doc()
     done = coldkv("report", write(doc), *args)
     out = json.loads(done.out)
@@ -70,7 +76,7 @@ def test_json_is_one_document(write, args):
     assert {note["level"] for note in out["files"][0]["notes"]} == {"note"}
 
 
-def test_markdown_tables_have_one_width(write):
+def test_markdown_tables_have_one_width(coldkv, write):
     done = coldkv("report", write(result_docs.seed_doc()), "--format", "md", "--rows")
     tables = [block.splitlines() for block in done.out.split("\n\n") if block.startswith("| ")]
     assert len(tables) == 4  # rows, bytes, errors, claims
@@ -78,7 +84,7 @@ def test_markdown_tables_have_one_width(write):
         assert len({line.count("|") for line in table}) == 1
 
 
-def test_html_is_balanced_and_escaped(write):
+def test_html_is_balanced_and_escaped(coldkv, write):
     name = "<b>&"
     doc = results.document(run([layer(0, "k", dump=name)]), [row(0, "k", dump=name)])
     page = coldkv("report", write(doc), "--format", "html").out
@@ -97,13 +103,13 @@ def test_html_is_balanced_and_escaped(write):
     assert open_tags == [] and page.count("<table>") == 3
 
 
-def test_a_stored_summary_is_not_trusted(write):
+def test_a_stored_summary_is_not_trusted(coldkv, write):
     doc = result_docs.uniform_doc()
     doc["summary"] = {"codecs": [], "claims": []}
     assert "1.830x" in coldkv("report", write(doc)).out
 
 
-def test_two_files_side_by_side(write):
+def test_two_files_side_by_side(coldkv, write):
     one, two = write(result_docs.uniform_doc(), "one.json"), write(result_docs.seed_doc(), "two.json")
     done = coldkv("report", one, two, "--format", "csv")
     table = list(csv.DictReader(io.StringIO(done.out)))
@@ -171,7 +177,7 @@ def test_numbers(value, text):
         ('{"schema": "coldkv.bench/1", "rows": [{"op": "pack"}]}', "row 0: expected an object with the texts"),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, words):
+def test_other_files_are_refused(coldkv, tmp_path, content, words):
     path = tmp_path / "r.json"
     path.write_text(content)
     done = coldkv("report", path)
