@@ -19,7 +19,7 @@
 namespace ckv {
 namespace g16_int8 {
 
-constexpr int kOctaves = 11;              // s / h from 2^-3 (code 1) to 2^7 (code 128, plus the unused candidates behind it)
+constexpr int kOctaves = 11;              // s / h from 2^-3 (code 1) to 2^7 (code 127, with the candidates above its lowest one)
 constexpr int kBaseU = (127 - 3) << 3;    // u of the first table entry
 constexpr int kEntries = 8 * kOctaves;
 
@@ -74,10 +74,18 @@ inline int max_byte16(__m128i a) {
   return 255 - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(pairs, _mm_set1_epi16(255)))) & 255);
 }
 
+// E2M1 indices of 16 codes at scale u; for the few groups whose scale canonical_even() moves.
+__attribute__((noinline, cold)) static __m128i index_at(__m128i code, float h, int u) {
+  alignas(16) uint8_t magnitude[16], index[16];
+  _mm_store_si128(reinterpret_cast<__m128i*>(magnitude), _mm_abs_epi8(code));
+  for (int k = 0; k < 16; ++k) index[k] = static_cast<uint8_t>(E2M1::index(static_cast<float>(magnitude[k]) * h, g16::u_value(u)));
+  return _mm_load_si128(reinterpret_cast<const __m128i*>(index));
+}
+
 // Searches the four groups of 64 codes (zeros where a row ends earlier) at h in [1, 2): 8 nibble bytes per group, and u at that
 // h. Stages run over all four groups in turn, so that the long dependency chains of one group overlap with the next one's.
 inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles, int* u) {
-  alignas(16) int32_t cmax[4], lo[4], hi[4];
+  alignas(16) int32_t cmax[4], lo[4];
   __m128i code[4];
   for (int g = 0; g < 4; ++g) {
     code[g] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * g));
@@ -85,29 +93,28 @@ inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles
   }
   const __m128i top = _mm_max_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(cmax)), _mm_set1_epi32(1));
   const __m128 a = _mm_mul_ps(_mm_cvtepi32_ps(top), _mm_set1_ps(h));
-  // Exact bounds: a has at most 19 bits, so a quotient that is not in U cannot round to a member of U.
+  // An exact bound: a has at most 19 bits, so a quotient that is not in U cannot round to a member of U.
   const __m128i base = _mm_set1_epi32(kBaseU);
   const __m128i low = _mm_sub_epi32(
-      _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(7.5f))), _mm_set1_epi32(0xFFFFF)), 20), base);
+      _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(7.0f))), _mm_set1_epi32(0xFFFFF)), 20), base);
   _mm_store_si128(reinterpret_cast<__m128i*>(lo), low);
-  _mm_store_si128(reinterpret_cast<__m128i*>(hi), _mm_sub_epi32(_mm_srli_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(3.5f))), 20), base));
 
   T.start(h);
   const int first = std::min(std::min(lo[0], lo[1]), std::min(lo[2], lo[3])), last = std::max(std::max(lo[0], lo[1]), std::max(lo[2], lo[3]));
-  for (int o = first >> 3; o <= (last + 9) >> 3; ++o) T.octave(o);
+  for (int o = first >> 3; o <= (last + 7) >> 3; ++o) T.octave(o);
 
   const __m256i q2_of = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0));
   const __m256i ones = _mm256_set1_epi16(1);
   alignas(32) static const uint8_t spread_t[7][32] = {CKV_T(0), CKV_T(1), CKV_T(2), CKV_T(3), CKV_T(4), CKV_T(5), CKV_T(6)};
   __m256i pick[7];  // byte k of the even candidate over the low half, of the odd one over the high half
   for (int k = 0; k < 7; ++k) pick[k] = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_t[k]));
-  alignas(32) uint8_t index[4][10][16];
-  alignas(32) __m256i sums[4][5];  // per half: A, A, B, B of one candidate as 32-bit partial sums
+  alignas(32) uint8_t index[4][8][16];
+  alignas(32) __m256i sums[4][4];  // per half: A, A, B, B of one candidate as 32-bit partial sums
   for (int g = 0; g < 4; ++g) {
     const __m256i mag = _mm256_broadcastsi128_si256(_mm_abs_epi8(code[g])), x = _mm256_xor_si256(mag, _mm256_set1_epi8(-128));
     const uint8_t* thresholds = T.bytes + 8 * lo[g];
-#pragma GCC unroll 5
-    for (int pair = 0; pair < 5; ++pair) {
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; ++pair) {
       const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(thresholds + 16 * pair)));
       __m256i i = _mm256_setzero_si256(), j = _mm256_setzero_si256();
 #pragma GCC unroll 7
@@ -131,7 +138,7 @@ inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles
   for (int g = 0; g < 4; ++g) {
     const auto join = [&](int p, int q) { return _mm256_madd_epi16(_mm256_packs_epi32(sums[g][p], sums[g][q]), ones); };
     // Halves: even candidates low, odd high; within a half A, B, A, B of pairs p and q.
-    const __m256i ab01 = join(0, 1), ab23 = join(2, 3), ab4 = join(4, 4);
+    const __m256i ab01 = join(0, 1), ab23 = join(2, 3);
     const __m256i As = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(ab01), _mm256_castsi256_ps(ab23), 0x88));
     const __m256i Bs = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(ab01), _mm256_castsi256_ps(ab23), 0xDD));
     const auto score = [&](__m128i A, __m128i B, const double* s) {
@@ -140,30 +147,26 @@ inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles
     };
     const __m256d even = score(_mm256_castsi256_si128(As), _mm256_castsi256_si128(Bs), st.even[lo[g]]);
     const __m256d odd = score(_mm256_extracti128_si256(As, 1), _mm256_extracti128_si256(Bs, 1), st.even[lo[g] + 1]);
-    // Candidates 8 and 9 may lie past the range (8 to 10 candidates occur).
-    const __m128i ab89 = _mm_unpacklo_epi32(_mm256_castsi256_si128(ab4), _mm256_extracti128_si256(ab4, 1));  // A8 A9 B8 B9
-    const __m128d s89 = _mm_loadu_pd(st.one + lo[g] + 8), h2 = _mm256_castpd256_pd128(wide_h);
-    const __m128d A89 = _mm_cvtepi32_pd(ab89), B89 = _mm_cvtepi32_pd(_mm_srli_si128(ab89, 8));
-    alignas(16) static const double past[3][2] = {{HUGE_VAL, HUGE_VAL}, {0, HUGE_VAL}, {0, 0}};
-    const __m128d tail = _mm_add_pd(_mm_mul_pd(s89, _mm_sub_pd(_mm_mul_pd(_mm_mul_pd(s89, _mm_set1_pd(0.25)), B89), _mm_mul_pd(h2, A89))),
-                                    _mm_load_pd(past[hi[g] - lo[g] - 7]));
-
     const __m256d m4 = _mm256_min_pd(even, odd);
-    __m128d m = _mm_min_pd(tail, _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1)));
+    __m128d m = _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1));
     m = _mm_min_pd(m, _mm_permute_pd(m, 1));
     const __m256d least = _mm256_broadcastsd_pd(m);
     static const uint8_t spread[16] = {0x00, 0x01, 0x04, 0x05, 0x10, 0x11, 0x14, 0x15, 0x40, 0x41, 0x44, 0x45, 0x50, 0x51, 0x54, 0x55};
     const int hits = spread[_mm256_movemask_pd(_mm256_cmp_pd(even, least, _CMP_EQ_OQ))] |
-                     spread[_mm256_movemask_pd(_mm256_cmp_pd(odd, least, _CMP_EQ_OQ))] << 1 |
-                     _mm_movemask_pd(_mm_cmpeq_pd(tail, _mm256_castpd256_pd128(least))) << 8;
+                     spread[_mm256_movemask_pd(_mm256_cmp_pd(odd, least, _CMP_EQ_OQ))] << 1;
     const int winner = __builtin_ctz(static_cast<unsigned>(hits));  // the smallest s among the best
 
-    const __m128i i = _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner]));
+    __m128i i = _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner]));
+    int picked = kBaseU + lo[g] + winner;
+    if (__builtin_expect(_mm_testz_si128(i, _mm_set1_epi8(1)) != 0, 0) && cmax[g]) {
+      picked = g16::canonical_even(picked);
+      i = index_at(code[g], h, picked);
+    }
     const __m128i negative = _mm_and_si128(_mm_srli_epi16(code[g], 4), _mm_set1_epi8(8));
     const __m128i n = _mm_or_si128(i, _mm_andnot_si128(_mm_cmpeq_epi8(i, _mm_setzero_si128()), negative));
     const __m128i packed = _mm_packus_epi16(_mm_maddubs_epi16(n, _mm_set1_epi16(16 << 8 | 1)), _mm_setzero_si128());
     _mm_storel_epi64(reinterpret_cast<__m128i*>(nibbles + 8 * g), packed);
-    u[g] = cmax[g] ? kBaseU + lo[g] + winner : -1;
+    u[g] = cmax[g] ? picked : -1;
   }
 }
 
