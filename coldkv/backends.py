@@ -1,4 +1,4 @@
-"""Where the arithmetic runs: `torch` (the oracle), `cpu` (host kernels), `cuda` (device kernels). Same bits on all three.
+"""Where the arithmetic runs: `torch` (the oracle), `cpu` (host kernels), `cuda` (device kernels). Same bits on all.
 
 Every backend takes and gives torch tensors. A codec without kernels (`codec.native is None`) runs its torch code on
 the backend's device, so third-party codecs work everywhere.
@@ -128,7 +128,9 @@ class _NativeBackend(TorchBackend):
     def quantize(self, fmt, values, *, out=None):
         format_of(fmt)
         if values.dtype != torch.float32 or values.dim() != 3:
-            raise InputError(f"quantize: expected fp32 [n, tokens, head_dim], found {values.dtype} {tuple(values.shape)}")
+            raise InputError(
+                f"quantize: expected fp32 [n, tokens, head_dim], found {values.dtype} {tuple(values.shape)}"
+            )
         n, page_tokens, head_dim = values.shape
         geometry = Geometry(head_dim, page_tokens)
         plane = empty_plane(fmt, n, geometry, self.device) if out is None else out
@@ -178,7 +180,9 @@ class _NativeBackend(TorchBackend):
 
     def stats(self, x, y, kv_heads, *, channels=False):
         if x.shape != y.shape or x.dim() != 3 or x.shape[0] % kv_heads:
-            raise InputError(f"stats: expected two [pages * {kv_heads}, T, D], found {tuple(x.shape)}, {tuple(y.shape)}")
+            raise InputError(
+                f"stats: expected two [pages * {kv_heads}, T, D], found {tuple(x.shape)}, {tuple(y.shape)}"
+            )
         n, rows, head_dim = x.shape
         out = torch.zeros((kv_heads, len(SUMS)), dtype=torch.float64, device=self.device)
         sums = torch.zeros((kv_heads, head_dim), dtype=torch.float64, device=self.device) if channels else None
@@ -195,7 +199,9 @@ class _NativeBackend(TorchBackend):
     def _slots(self, codec: Codec, slots: torch.Tensor, geometry: Geometry, fmt: str) -> torch.Tensor:
         want = codec.slot_bytes(geometry, fmt)
         if slots.dtype != torch.uint8 or slots.dim() != 2 or slots.shape[1] != want:
-            raise InputError(f"codec {codec.id}: expected slots uint8 [n, {want}], found {slots.dtype} {tuple(slots.shape)}")
+            raise InputError(
+                f"codec {codec.id}: expected slots uint8 [n, {want}], found {slots.dtype} {tuple(slots.shape)}"
+            )
         return self._mine(slots)
 
     def _read(self, codec: Codec, what: str, slots: torch.Tensor, geometry: Geometry, fmt: str, *out) -> None:
@@ -257,7 +263,7 @@ class CudaBackend(_NativeBackend):
 
 
 def get_backend(name: str = "auto", *, threads: int = 0):
-    """The backend `name`: "torch", "cpu", "cuda", or "auto" = cuda if usable, else cpu, else torch with a line on stderr.
+    """The backend `name`: "torch", "cpu", "cuda", or "auto" = cuda if usable, else cpu, else torch (says so).
 
     Raises InputError for an unknown name, ToolError when a named backend cannot run here.
     """

@@ -112,9 +112,19 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
     back = codec.restored_format(fmt)
     plane = empty_plane(back, n, geometry, engine.device)
     written = n * FORMATS[back].bytes(geometry)
-    encode = Operation("encode", codec.id, fmt, hot.nbytes + slots.nbytes, lambda: engine.encode(codec, hot, geometry, **out(target)))
-    decode = Operation("decode", codec.id, fmt, slots.nbytes + y.nbytes, lambda: engine.decode(codec, slots, geometry, fmt, **out(y)))
-    restore = Operation("restore", codec.id, fmt, slots.nbytes + written, lambda: engine.restore(codec, slots, geometry, fmt, **out(plane)))
+    encode = Operation(
+        "encode", codec.id, fmt, hot.nbytes + slots.nbytes, lambda: engine.encode(codec, hot, geometry, **out(target))
+    )
+    decode = Operation(
+        "decode", codec.id, fmt, slots.nbytes + y.nbytes, lambda: engine.decode(codec, slots, geometry, fmt, **out(y))
+    )
+    restore = Operation(
+        "restore",
+        codec.id,
+        fmt,
+        slots.nbytes + written,
+        lambda: engine.restore(codec, slots, geometry, fmt, **out(plane)),
+    )
     return [encode, decode, restore]
 
 

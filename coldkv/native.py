@@ -97,7 +97,9 @@ def cache_dir() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ToolError(f"{path}: kernel cache cannot be created: {error.strerror}", hint="set COLDKV_CACHE_DIR") from error
+        raise ToolError(
+            f"{path}: kernel cache cannot be created: {error.strerror}", hint="set COLDKV_CACHE_DIR"
+        ) from error
     return path
 
 
@@ -118,7 +120,8 @@ def build_host(extra_flags: tuple[str, ...] = ()) -> Library:
             with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
                 objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
                 commands = [
-                    [*compiler, *flags, "-c", str(source), "-o", obj] for source, obj in zip(sources, objects, strict=True)
+                    [*compiler, *flags, "-c", str(source), "-o", obj]
+                    for source, obj in zip(sources, objects, strict=True)
                 ]
                 with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                     list(pool.map(_run_compiler, commands))
@@ -148,7 +151,9 @@ def _locked(target: Path):
     try:
         handle = lock.open("w")
     except OSError as error:
-        raise ToolError(f"{lock}: kernel cache is not writable: {error.strerror}", hint="set COLDKV_CACHE_DIR") from error
+        raise ToolError(
+            f"{lock}: kernel cache is not writable: {error.strerror}", hint="set COLDKV_CACHE_DIR"
+        ) from error
     with handle:
         try:
             import fcntl

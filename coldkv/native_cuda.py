@@ -70,7 +70,9 @@ def architecture_flags(nvcc: list[str]) -> list[str]:
     listed = subprocess.run([*nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
     known = [arch for arch in ARCHITECTURES if f"compute_{arch}" in listed.split()]
     if not known:
-        raise ToolError(f"{nvcc[0]}: expected support for one of sm_{', sm_'.join(map(str, ARCHITECTURES))}, found none")
+        raise ToolError(
+            f"{nvcc[0]}: expected support for one of sm_{', sm_'.join(map(str, ARCHITECTURES))}, found none"
+        )
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
     return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 

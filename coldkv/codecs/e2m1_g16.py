@@ -1,4 +1,4 @@
-"""Codec `e2m1-g16`: the seed's slot size, with a scale per 16 channels chosen for least squared error and a page scale."""
+"""Codec `e2m1-g16`: the seed's slot size, a scale per 16 channels chosen for least squared error, and a page scale."""
 
 import numpy as np
 
