@@ -160,7 +160,7 @@ def test_g16_stays_a_fixed_point_where_values_have_two_forms(monkeypatch):
     from coldkv.codecs import e2m1_g16
 
     codec, geometry = get_codec("e2m1-g16"), Geometry(64, 16)
-    # 1.5 times 0, 1, 2, 4 pull the scale to 1.5, where 7.0625 becomes 6: exact at scale 1 too, which 7.0625 / 7 rules out
+    # 1.5 times 0, 1, 2, 4 pull the scale to 1.5, where 7.0625 becomes 6: exact at scale 1 too, but 7.0625 > 7
     picks = torch.randint(0, 4, (2, 16, 4, 16), generator=torch.Generator().manual_seed(2))
     groups = torch.tensor([0.0, 1.5, 3.0, 6.0])[picks]
     groups[..., 0] = 7.0625
