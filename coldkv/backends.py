@@ -128,9 +128,8 @@ class _NativeBackend(TorchBackend):
     def quantize(self, fmt, values, *, out=None):
         format_of(fmt)
         if values.dtype != torch.float32 or values.dim() != 3:
-            raise InputError(
-                f"quantize: expected fp32 [n, tokens, head_dim], found {values.dtype} {tuple(values.shape)}"
-            )
+            found = f"{values.dtype} {tuple(values.shape)}"
+            raise InputError(f"quantize: expected fp32 [n, tokens, head_dim], found {found}")
         n, page_tokens, head_dim = values.shape
         geometry = Geometry(head_dim, page_tokens)
         plane = empty_plane(fmt, n, geometry, self.device) if out is None else out
@@ -180,9 +179,8 @@ class _NativeBackend(TorchBackend):
 
     def stats(self, x, y, kv_heads, *, channels=False):
         if x.shape != y.shape or x.dim() != 3 or x.shape[0] % kv_heads:
-            raise InputError(
-                f"stats: expected two [pages * {kv_heads}, T, D], found {tuple(x.shape)}, {tuple(y.shape)}"
-            )
+            found = f"{tuple(x.shape)}, {tuple(y.shape)}"
+            raise InputError(f"stats: expected two [pages * {kv_heads}, T, D], found {found}")
         n, rows, head_dim = x.shape
         out = torch.zeros((kv_heads, len(SUMS)), dtype=torch.float64, device=self.device)
         sums = torch.zeros((kv_heads, head_dim), dtype=torch.float64, device=self.device) if channels else None
@@ -199,9 +197,8 @@ class _NativeBackend(TorchBackend):
     def _slots(self, codec: Codec, slots: torch.Tensor, geometry: Geometry, fmt: str) -> torch.Tensor:
         want = codec.slot_bytes(geometry, fmt)
         if slots.dtype != torch.uint8 or slots.dim() != 2 or slots.shape[1] != want:
-            raise InputError(
-                f"codec {codec.id}: expected slots uint8 [n, {want}], found {slots.dtype} {tuple(slots.shape)}"
-            )
+            found = f"{slots.dtype} {tuple(slots.shape)}"
+            raise InputError(f"codec {codec.id}: expected slots uint8 [n, {want}], found {found}")
         return self._mine(slots)
 
     def _read(self, codec: Codec, what: str, slots: torch.Tensor, geometry: Geometry, fmt: str, *out) -> None:
@@ -263,7 +260,7 @@ class CudaBackend(_NativeBackend):
 
 
 def get_backend(name: str = "auto", *, threads: int = 0):
-    """The backend `name`: "torch", "cpu", "cuda", or "auto" = cuda if usable, else cpu, else torch (says so).
+    """The backend `name`; "auto" = cuda if usable, else cpu, else torch with a line on stderr.
 
     Raises InputError for an unknown name, ToolError when a named backend cannot run here.
     """

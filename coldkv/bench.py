@@ -112,20 +112,22 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
     back = codec.restored_format(fmt)
     plane = empty_plane(back, n, geometry, engine.device)
     written = n * FORMATS[back].bytes(geometry)
-    encode = Operation(
-        "encode", codec.id, fmt, hot.nbytes + slots.nbytes, lambda: engine.encode(codec, hot, geometry, **out(target))
-    )
-    decode = Operation(
-        "decode", codec.id, fmt, slots.nbytes + y.nbytes, lambda: engine.decode(codec, slots, geometry, fmt, **out(y))
-    )
-    restore = Operation(
-        "restore",
-        codec.id,
-        fmt,
-        slots.nbytes + written,
-        lambda: engine.restore(codec, slots, geometry, fmt, **out(plane)),
-    )
-    return [encode, decode, restore]
+    read, packed = hot.nbytes, slots.nbytes
+
+    def encode():
+        engine.encode(codec, hot, geometry, **out(target))
+
+    def decode():
+        engine.decode(codec, slots, geometry, fmt, **out(y))
+
+    def restore():
+        engine.restore(codec, slots, geometry, fmt, **out(plane))
+
+    return [
+        Operation("encode", codec.id, fmt, read + packed, encode),
+        Operation("decode", codec.id, fmt, packed + y.nbytes, decode),
+        Operation("restore", codec.id, fmt, packed + written, restore),
+    ]
 
 
 def _time(operations: list[Operation], copy: "_Memcpy", engine, repeat: int) -> list[dict]:
@@ -164,7 +166,8 @@ class _Memcpy:
     def run(self, size: int) -> None:
         half = size // 2
         if self.buffers is None or self.buffers[0].numel() < half:
-            self.buffers = [torch.zeros(half, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            # written, not just allocated: untouched pages would all be read from one zero page in the cache
+            self.buffers = [torch.full((half,), i, dtype=torch.uint8, device=self.device) for i in (1, 2)]
         source, target = self.buffers
         if self.device.type == "cuda":
             target[:half].copy_(source[:half])

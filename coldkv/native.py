@@ -97,9 +97,8 @@ def cache_dir() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ToolError(
-            f"{path}: kernel cache cannot be created: {error.strerror}", hint="set COLDKV_CACHE_DIR"
-        ) from error
+        message = f"{path}: kernel cache cannot be created: {error.strerror}"
+        raise ToolError(message, hint="set COLDKV_CACHE_DIR") from error
     return path
 
 
@@ -151,9 +150,8 @@ def _locked(target: Path):
     try:
         handle = lock.open("w")
     except OSError as error:
-        raise ToolError(
-            f"{lock}: kernel cache is not writable: {error.strerror}", hint="set COLDKV_CACHE_DIR"
-        ) from error
+        message = f"{lock}: kernel cache is not writable: {error.strerror}"
+        raise ToolError(message, hint="set COLDKV_CACHE_DIR") from error
     with handle:
         try:
             import fcntl

@@ -17,7 +17,7 @@ from coldkv.errors import ToolError
 from coldkv.native import Library, _first_error, _key, _locked, _version_text, cache_dir, kernels_dir
 
 ARCHITECTURES = (80, 90, 120)  # Ampere, Hopper, Blackwell (consumer); PTX of the newest for what comes later
-CUDA_FLAGS = ("-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden")
+CUDA_FLAGS = ("-O3", "-std=c++17", "-fmad=false", "--threads=0", "-Xcompiler", "-fvisibility=hidden")
 
 # An importable module with nothing in it: what the library offers is its C functions.
 MODULE_SOURCE = """
@@ -70,9 +70,8 @@ def architecture_flags(nvcc: list[str]) -> list[str]:
     listed = subprocess.run([*nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
     known = [arch for arch in ARCHITECTURES if f"compute_{arch}" in listed.split()]
     if not known:
-        raise ToolError(
-            f"{nvcc[0]}: expected support for one of sm_{', sm_'.join(map(str, ARCHITECTURES))}, found none"
-        )
+        wanted = ", ".join(f"sm_{arch}" for arch in ARCHITECTURES)
+        raise ToolError(f"{nvcc[0]}: expected support for one of {wanted}, found none")
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
     return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 

@@ -14,6 +14,7 @@
 
 #include "e2m1_g16_core.h"
 #include "plane.h"
+#include "simd.h"
 
 #if CKV_AVX2
 namespace ckv {
@@ -23,17 +24,12 @@ constexpr int kOctaves = 11;              // s / h from 2^-3 (code 1) to 2^7 (co
 constexpr int kBaseU = (127 - 3) << 3;    // u of the first table entry
 constexpr int kEntries = 8 * kOctaves;
 
-#define CKV_T4(k) k, k, k, k
-#define CKV_T(k) {CKV_T4(k), CKV_T4(k), CKV_T4(k), CKV_T4(k), CKV_T4(k + 8), CKV_T4(k + 8), CKV_T4(k + 8), CKV_T4(k + 8)}
-
-// U around 1: s of entries r, r+2, r+4, r+6 side by side, and of one entry.
+// U around 1: s of entries r, r+2, r+4, r+6 side by side.
 struct ScaleTable {
   alignas(32) double even[kEntries][4];
-  alignas(32) double one[kEntries + 16];
   ScaleTable() {
-    for (int r = 0; r < kEntries + 16; ++r) one[r] = static_cast<double>(g16::u_value(kBaseU + r));
     for (int r = 0; r < kEntries; ++r)
-      for (int i = 0; i < 4; ++i) even[r][i] = one[r + 2 * i];
+      for (int i = 0; i < 4; ++i) even[r][i] = static_cast<double>(g16::u_value(kBaseU + r + 2 * i));
   }
 };
 inline const ScaleTable& scale_table() {
@@ -41,9 +37,10 @@ inline const ScaleTable& scale_table() {
   return t;
 }
 
-// Thresholds of one h: entry r holds bytes T_0..T_6 (less one, biased to signed order) and one unused.
+// Thresholds of one h: entry r holds bytes T_0..T_6 (less one, biased to signed order) and one unused, twice over: 32 bytes from
+// any entry are that candidate's table in the low half and the next one's in the high half, as byte shuffles want them.
 struct Thresholds {
-  alignas(32) uint8_t bytes[kEntries * 8 + 32];
+  alignas(32) uint8_t bytes[(kEntries + 8) * 16];
   __m256 base[4];  // t = .25 .75 1.25 1.75 over the 8 mantissas, divided by h
 
   void start(float h) {
@@ -55,17 +52,16 @@ struct Thresholds {
   void octave(int o) {
     const __m256 x = _mm256_set1_ps(float_of(static_cast<uint32_t>(o + 124) << 23)), x2 = _mm256_add_ps(x, x), x4 = _mm256_add_ps(x2, x2);
     const auto up = [](__m256 a, __m256 b) { return _mm256_cvtps_epi32(_mm256_ceil_ps(_mm256_mul_ps(a, b))); };
-    const __m256i k01 = _mm256_packs_epi32(up(base[0], x), up(base[1], x)), k23 = _mm256_packs_epi32(up(base[2], x), up(base[3], x));
-    const __m256i k45 = _mm256_packs_epi32(up(base[2], x2), up(base[3], x2)), k67 = _mm256_packs_epi32(up(base[2], x4), _mm256_set1_epi32(255));
-    // Bytes k*4 + m (m = 0..3 in the low half, 4..7 in the high half) turned into m*4 + k, then 8 bytes per mantissa.
-    const __m256i turn = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x7F));  // less one, then top bit flipped: add 127
-    const __m256i low = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_packus_epi16(k01, k23), turn), bias);
-    const __m256i high = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_packus_epi16(k45, k67), turn), bias);
-    const __m256i m01_45 = _mm256_unpacklo_epi32(low, high), m23_67 = _mm256_unpackhi_epi32(low, high);
-    __m256i* to = reinterpret_cast<__m256i*>(bytes + 64 * o);
-    _mm256_store_si256(to, _mm256_permute2x128_si256(m01_45, m23_67, 0x20));
-    _mm256_store_si256(to + 1, _mm256_permute2x128_si256(m01_45, m23_67, 0x31));
+    const __m256i v[7] = {up(base[0], x), up(base[1], x), up(base[2], x), up(base[3], x), up(base[2], x2), up(base[3], x2), up(base[2], x4)};
+    const ThresholdColumns c = threshold_columns(v);
+    // Doubled: 0 and 4, 1 and 5, ... in the two halves of a vector.
+    __m128i* to = reinterpret_cast<__m128i*>(bytes + 128 * o);
+    const __m256i doubled[4] = {_mm256_unpacklo_epi64(c.c01_45, c.c01_45), _mm256_unpackhi_epi64(c.c01_45, c.c01_45),
+                                _mm256_unpacklo_epi64(c.c23_67, c.c23_67), _mm256_unpackhi_epi64(c.c23_67, c.c23_67)};
+    for (int m = 0; m < 4; ++m) {
+      _mm_store_si128(to + m, _mm256_castsi256_si128(doubled[m]));
+      _mm_store_si128(to + m + 4, _mm256_extracti128_si256(doubled[m], 1));
+    }
   }
 };
 
@@ -105,27 +101,16 @@ inline void block(const uint8_t* codes, float h, Thresholds& T, uint8_t* nibbles
 
   const __m256i q2_of = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0));
   const __m256i ones = _mm256_set1_epi16(1);
-  alignas(32) static const uint8_t spread_t[7][32] = {CKV_T(0), CKV_T(1), CKV_T(2), CKV_T(3), CKV_T(4), CKV_T(5), CKV_T(6)};
-  __m256i pick[7];  // byte k of the even candidate over the low half, of the odd one over the high half
-  for (int k = 0; k < 7; ++k) pick[k] = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_t[k]));
+  const __m256i three = _mm256_set1_epi8(3);
   alignas(32) uint8_t index[4][8][16];
   alignas(32) __m256i sums[4][4];  // per half: A, A, B, B of one candidate as 32-bit partial sums
   for (int g = 0; g < 4; ++g) {
     const __m256i mag = _mm256_broadcastsi128_si256(_mm_abs_epi8(code[g])), x = _mm256_xor_si256(mag, _mm256_set1_epi8(-128));
-    const uint8_t* thresholds = T.bytes + 8 * lo[g];
+    const uint8_t* thresholds = T.bytes + 16 * lo[g];
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; ++pair) {
-      const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(thresholds + 16 * pair)));
-      __m256i i = _mm256_setzero_si256(), j = _mm256_setzero_si256();
-#pragma GCC unroll 7
-      for (int k = 0; k < 7; ++k) {
-        const __m256i over = _mm256_cmpgt_epi8(x, _mm256_shuffle_epi8(t, pick[k]));
-        if (k & 1)
-          j = _mm256_sub_epi8(j, over);
-        else
-          i = _mm256_sub_epi8(i, over);
-      }
-      i = _mm256_add_epi8(i, j);
+      const __m256i t = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(thresholds + 32 * pair));
+      const __m256i i = thresholds_reached(x, t, _mm256_shuffle_epi8(t, three));
       _mm256_store_si256(reinterpret_cast<__m256i*>(index[g][2 * pair]), i);
       const __m256i q2 = _mm256_shuffle_epi8(q2_of, i);
       const __m256i A = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, q2), ones), B = _mm256_madd_epi16(_mm256_maddubs_epi16(q2, q2), ones);
@@ -197,9 +182,6 @@ inline bool search_page(const PageView& page, const SlotShape& shape, uint8_t* n
     }
   return true;
 }
-
-#undef CKV_T
-#undef CKV_T4
 
 }  // namespace g16_int8
 }  // namespace ckv

@@ -29,11 +29,9 @@ inline int max_byte(__m256i a, __m256i b) {
   return 255 - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(words, _mm_set1_epi16(255)))) & 255);
 }
 
-inline __m256i nibble_index(__m256i code, const __m256i* T, __m256i sign_mask) {
+inline __m256i nibble_index(__m256i code, __m256i t, __m256i middle, __m256i sign_mask) {
   const __m256i x = _mm256_xor_si256(_mm256_abs_epi8(code), _mm256_set1_epi8(-128));  // unsigned order as signed order
-  __m256i index = _mm256_and_si256(_mm256_srli_epi16(code, 4), sign_mask);
-  for (int k = 0; k < 7; ++k) index = _mm256_sub_epi8(index, _mm256_cmpgt_epi8(x, T[k]));
-  return index;
+  return _mm256_or_si256(thresholds_reached(x, t, middle), _mm256_and_si256(_mm256_srli_epi16(code, 4), sign_mask));
 }
 
 inline void encode_batch(const Batch& b) {
@@ -48,26 +46,26 @@ inline void encode_batch(const Batch& b) {
   const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(amax))), h);
   __m256 s;
   const __m256i byte = e4m3_lanes(_mm256_max_ps(_mm256_div_ps(a, _mm256_set1_ps(E2M1::kDivisor)), _mm256_set1_ps(kScaleFloor)), &s);
-  // Threshold k of unit u, less one and biased to signed bytes, four times over. h = 0: nothing exceeds 127, no signs.
-  alignas(32) uint32_t T[7][8], signs[8], bytes[8];
+  // h = 0: the quotients are infinite, so no code reaches any threshold, and signs are masked off.
   const float t[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+  __m256i v[7];
   for (int k = 0; k < 7; ++k) {
     const __m256 q = _mm256_div_ps(_mm256_mul_ps(_mm256_set1_ps(t[k]), s), h);
-    __m256i ceil = _mm256_min_epi32(_mm256_cvttps_epi32(_mm256_ceil_ps(_mm256_min_ps(q, _mm256_set1_ps(255.0f)))), _mm256_set1_epi32(255));
-    ceil = _mm256_sub_epi32(ceil, _mm256_set1_epi32(129));
-    ceil = _mm256_blendv_epi8(ceil, _mm256_set1_epi32(127), _mm256_castps_si256(zero));
-    ceil = _mm256_and_si256(ceil, _mm256_set1_epi32(255));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(T[k]), _mm256_mullo_epi32(ceil, _mm256_set1_epi32(0x01010101)));
+    v[k] = _mm256_cvttps_epi32(_mm256_ceil_ps(_mm256_min_ps(q, _mm256_set1_ps(255.0f))));
   }
+  const ThresholdColumns c = threshold_columns(v);
+  alignas(32) uint32_t signs[8], bytes[8];
+  alignas(32) uint64_t T[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(T), _mm256_permute2x128_si256(c.c01_45, c.c23_67, 0x20));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(T + 4), _mm256_permute2x128_si256(c.c01_45, c.c23_67, 0x31));
   _mm256_store_si256(reinterpret_cast<__m256i*>(signs), _mm256_andnot_si256(_mm256_castps_si256(zero), _mm256_set1_epi32(0x08080808)));
   _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), byte);
   for (int u = 0; u < 8; ++u) {
-    __m256i limit[7];
-    for (int k = 0; k < 7; ++k) limit[k] = _mm256_set1_epi32(static_cast<int>(T[k][u]));
+    const __m256i table = _mm256_set1_epi64x(static_cast<long long>(T[u])), middle = _mm256_shuffle_epi8(table, _mm256_set1_epi8(3));
     const __m256i sign = _mm256_set1_epi32(static_cast<int>(signs[u])), weights = _mm256_set1_epi16(16 << 8 | 1);
     const __m256i* c = reinterpret_cast<const __m256i*>(b.src[u]);
-    const __m256i lo = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c), limit, sign), weights);
-    const __m256i hi = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c + 1), limit, sign), weights);
+    const __m256i lo = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c), table, middle, sign), weights);
+    const __m256i hi = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c + 1), table, middle, sign), weights);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(b.dst[u]), _mm256_permute4x64_epi64(_mm256_packus_epi16(lo, hi), 0xD8));
     const uint32_t four = bytes[u] * 0x01010101u;
     if (b.copies[u] == 4)

@@ -25,7 +25,7 @@ PAIRS = [(codec.id, fmt) for codec in all_codecs() for fmt in FORMATS if codec.f
 
 
 def shapes(fmt: str) -> list[tuple[int, int, int]]:
-    """(head_dim, kv_heads, page_tokens): the whole grid for int8, one of each per head_dim elsewhere."""
+    """(head_dim, kv_heads, page_tokens): the whole grid for int8, elsewhere one of each head_dim, and odd shapes."""
     grid = [(d, h, t) for d in HEAD_DIMS for h in KV_HEADS for t in PAGE_TOKENS]
     if fmt != "int8":
         grid = [(d, KV_HEADS[i % 4], PAGE_TOKENS[i % 2]) for i, d in enumerate(HEAD_DIMS)]
@@ -33,7 +33,7 @@ def shapes(fmt: str) -> list[tuple[int, int, int]]:
 
 
 def make_input(head_dim: int, kv_heads: int, page_tokens: int) -> torch.Tensor:
-    """bf16 `[page_tokens, kv_heads, head_dim]`, one page: unequal channels, some zero, tiny and huge rows."""
+    """bf16 `[page_tokens, kv_heads, head_dim]`, one page: bell-shaped, unequal channels, zero, tiny and huge rows."""
     seed = (head_dim * 64 + kv_heads) * 4096 + page_tokens
     raw = np.random.PCG64(seed).random_raw(page_tokens * kv_heads * head_dim)
     fields = [((raw >> np.uint64(16 * i)) & np.uint64(0xFFFF)).astype(np.int64) for i in range(4)]

@@ -33,6 +33,15 @@ def cpu():
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread():
+    """Small tensors gain nothing from torch's threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def raw(tensor):
     return None if tensor is None else tensor.cpu().flatten().view(torch.uint8)
 

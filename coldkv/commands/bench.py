@@ -12,9 +12,7 @@ from coldkv.errors import InputError
 @click.option("--threads", default=1, show_default=True, help="Threads of the cpu backend, and of its memcpy; 0 = all.")
 @click.option("--head-dim", default=256, show_default=True, help="Channels of one head.")
 @click.option("--page-tokens", default=64, show_default=True, help="Tokens of one page.")
-@click.option(
-    "--head-pages", default=4096, show_default=True, help="Head-pages per call; the default is far past the caches."
-)
+@click.option("--head-pages", default=4096, show_default=True, help="Head-pages per call, past the caches.")
 @click.option("--repeat", default=7, show_default=True, help="Timed rounds; figures are medians.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--results", type=click.Path(dir_okay=False), help="Write the JSON document to FILE.")
