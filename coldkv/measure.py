@@ -197,4 +197,3 @@ def _row(task, entry: CodecSums, head: int, geometry, pages: int, page_bytes: in
         "logit_rmse": entry.logits.rmse(head) if entry.logits is not None else None,
         "attn_out_nmse": None,
     }
-

@@ -85,7 +85,7 @@ class LogitError:
         self.squares = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, first_token: int, ref: torch.Tensor, restored: torch.Tensor) -> None:
-        """K as fp32 `[pages * heads, T, D]` for whole pages from `first_token` on: the dump's values and the restored."""
+        """K as fp32 `[pages * heads, T, D]` for whole pages from `first_token` on: dump's values, restored."""
         page_tokens, head_dim = ref.shape[1:]
         truth = ref.double().reshape(-1, self.heads, page_tokens, head_dim).transpose(0, 1).flatten(1, 2)
         found = restored.double().reshape(-1, self.heads, page_tokens, head_dim).transpose(0, 1).flatten(1, 2)
@@ -98,7 +98,9 @@ class LogitError:
             if self.softcap is None:
                 error = q @ (found[head] - truth[head]).T * self.scaling
             else:
-                capped = [self.softcap * torch.tanh(q @ k[head].T * self.scaling / self.softcap) for k in (found, truth)]
+                capped = [
+                    self.softcap * torch.tanh(q @ k[head].T * self.scaling / self.softcap) for k in (found, truth)
+                ]
                 error = capped[0] - capped[1]
             error = torch.where(mask[:, None, :], error, 0.0)
             self.count[head] += mask.sum(dim=1, dtype=torch.float64)[:, None]

@@ -55,7 +55,9 @@ def plane_chunks(
         yield Chunk(first, count, *read_pages(source, fmt, geometry, backend, start, stop, nan=nan))
 
 
-def read_pages(source: PlaneSource, fmt: str, geometry: Geometry, backend, start: int, stop: int, *, nan: str = "reject"):
+def read_pages(
+    source: PlaneSource, fmt: str, geometry: Geometry, backend, start: int, stop: int, *, nan: str = "reject"
+):
     """Tokens [start, stop), a multiple of the page size -> (values fp32 `[pages * heads, T, D]`, HotPlane)."""
     if source.hot_format is None:
         values = check_finite(source.read(start, stop), source, start, nan)
@@ -72,7 +74,9 @@ def read_pages(source: PlaneSource, fmt: str, geometry: Geometry, backend, start
         page_head, token, channel = (int(i) for i in bad.nonzero()[0])
         page, head = divmod(page_head, geometry.kv_heads)
         where = f"token {start + page * geometry.page_tokens + token}, head {head}, channel {channel}"
-        raise InputError(f"{source.name}: {where}: expected finite scales and codes, found {ref[tuple(bad.nonzero()[0])]}")
+        raise InputError(
+            f"{source.name}: {where}: expected finite scales and codes, found {ref[tuple(bad.nonzero()[0])]}"
+        )
     return ref, hot
 
 

@@ -43,7 +43,9 @@ class HotPlane:
 
     def __getitem__(self, index: slice) -> "HotPlane":
         """Head-pages `index` as a view."""
-        return HotPlane(self.format, self.codes[index], None if self.scales is None else self.scales[index], self.head_dim)
+        return HotPlane(
+            self.format, self.codes[index], None if self.scales is None else self.scales[index], self.head_dim
+        )
 
     def to(self, device) -> "HotPlane":
         return HotPlane(

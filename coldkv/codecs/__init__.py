@@ -27,7 +27,9 @@ def _codec_classes() -> dict[str, type[Codec]]:
         try:
             codec = entry.load()
         except Exception as error:
-            raise ToolError(f"codec entry point {entry.name} ({entry.value}): could not be loaded: {error!r}") from error
+            raise ToolError(
+                f"codec entry point {entry.name} ({entry.value}): could not be loaded: {error!r}"
+            ) from error
         _add(classes, codec, entry.value)
     return classes
 

@@ -64,4 +64,4 @@ class Codec(ABC):
 
     @abstractmethod
     def check_slots(self, slots: "np.ndarray", geometry: Geometry, fmt: str) -> list[tuple[int, str]]:
-        """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) for each slot a reader must refuse."""
+        """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) of each slot to refuse."""

@@ -1,4 +1,4 @@
-"""Codec `e2m1-g16`: the seed's slot size, with a scale per 16 channels chosen for least squared error and a page scale."""
+"""Codec `e2m1-g16`: the seed's slot size, a scale per 16 channels chosen for least squared error, and a page scale."""
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class E2m1G16(Codec):
         amax = magnitude.amax(dim=-1)
         in_range = amax >= TINY_AMAX
 
-        free = _search(magnitude, *_free_window(amax.clamp(min=TINY_AMAX)))
+        free = _canonical(magnitude, _search(magnitude, *_free_window(amax.clamp(min=TINY_AMAX))))
         s_max = torch.where(in_range, free, 0.0).flatten(1).amax(dim=1)
         page_scale = _page_scale(s_max)
         p = page_scale[:, None, None]
@@ -128,14 +128,29 @@ def _grid_value(code):
 
 
 def _free_window(amax):
-    """Scales s on the three-mantissa-bit grid with 3.5 s <= amax <= 7.5 s: (lo, hi, value of a code)."""
+    """Scales s on the three-mantissa-bit grid with 3.5 s < amax <= 7 s, always eight: (lo, hi, value of a code)."""
     import torch
 
-    lo = _grid_floor(amax / 7.5)
-    lo = torch.where(_grid_value(lo) * 7.5 < amax, lo + 1, lo)
-    hi = _grid_floor(amax / 3.5)
-    hi = torch.where(_grid_value(hi) * 3.5 > amax, hi - 1, hi)
-    return lo, hi, _grid_value
+    lo = _grid_floor(amax / 7.0)
+    lo = torch.where(_grid_value(lo) * 7.0 < amax, lo + 1, lo)
+    return lo, lo + 7, _grid_value
+
+
+def _canonical(magnitude, s):
+    """2s/3 instead of s where all codes are 0, 1, 2 or 4 and 2s/3 is on the grid: the same values in their other form.
+
+    Encoding the restored page would find both forms exact and take the smaller scale; taking it at once keeps the slot
+    a fixed point.
+    """
+    import torch
+
+    from coldkv import minifloat as mf
+
+    even = (mf.magnitude_index(magnitude, s[..., None], mf.E2M1_THRESHOLDS) & 1 == 0).all(dim=-1)
+    code = _grid_floor(s)
+    mantissa = code & 7
+    down = torch.where(mantissa == 4, 4, torch.where((mantissa == 1) | (mantissa == 7), 5, 0))
+    return torch.where(even, _grid_value((code - down).to(torch.int32)), s)
 
 
 def _coded_window(amax, page_scale):
@@ -146,8 +161,8 @@ def _coded_window(amax, page_scale):
 
     table = mf.e4m3_decode(torch.arange(1, 127, dtype=torch.uint8, device=amax.device))
     relative = amax / page_scale  # exact: the page scale is a power of two
-    lo = torch.searchsorted(table * 7.5, relative.contiguous()).clamp(max=125) + 1
-    hi = torch.maximum(lo, torch.searchsorted(table * 3.5, relative.contiguous(), right=True))
+    lo = torch.searchsorted(table * 7.0, relative.contiguous()).clamp(max=125) + 1
+    hi = torch.maximum(lo, torch.searchsorted(table * 3.5, relative.contiguous()))
 
     def value(code):
         return table[(code - 1).clamp(max=125).long()] * page_scale

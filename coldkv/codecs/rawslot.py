@@ -68,7 +68,7 @@ def header_tensor(version: int, flags: int, reserved: bytes = bytes(8)):
 
 
 def check_raw_slots(slots: np.ndarray, geometry: Geometry, *, version: int, flags: int, check_reserved: bool = True):
-    """Slots uint8 `[n, stride]` -> list of (index, problem): magic, version, flags, reserved bytes, padding, NaN scales."""
+    """Slots uint8 `[n, stride]` -> (index, problem) pairs: magic, version, flags, reserved, padding, scales."""
     at = raw_layout(geometry)
     if slots.ndim != 2 or slots.shape[1] != at.stride:
         return [(0, f"slot length: expected {at.stride} bytes, found {slots.shape[-1]}")]

@@ -1,5 +1,6 @@
 """Pool file -> dump: cold pages decoded from their slots (or their replicas), hot pages dequantized."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -101,7 +102,8 @@ def _restore_layer(reader: LayerReader, writer: DumpWriter, backend, dtype, repo
 
 def _refuse_overflow(reader: LayerReader, name: str, first: int, converted: torch.Tensor, dtype: str) -> None:
     """A dump may hold no Inf: say where one would appear. `converted`: `[tokens, heads, D]` from page `first` on."""
-    if bool(converted.isfinite().all()):
+    # isfinite() is many times slower on 16-bit floats than one pass for the extremes
+    if all(math.isfinite(extreme) for extreme in torch.aminmax(converted)):
         return
     token, head, _ = (~converted.isfinite()).nonzero()[0].tolist()
     where = place(reader.layout.index, name, first + token // reader.layout.geometry.page_tokens, head)
