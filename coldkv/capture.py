@@ -7,6 +7,7 @@ attention (linear, recurrent) never call it and so have no KV. MLA layers show t
 from a latent; for them the latent is taken from the model's cache instead and the layer is a single plane.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,9 @@ _PREFIX = "coldkv_capture_"
 
 
 def import_transformers():
-    """The transformers module, or a one-line ToolError."""
+    """The transformers module, or a one-line ToolError. Off a terminal its progress bars are switched off."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar obeys nothing else, and only at import
     try:
         import transformers
     except ImportError as error:
