@@ -21,6 +21,27 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def check_output(path: str | os.PathLike) -> int | None:
+    """Permission bits of the file that writing to `path` would replace, None if there is none.
+
+    Commands that work for long call it first. Raises InputError if the folder does not exist or cannot be written, or
+    if `path` is not a regular file.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise InputError(f"output {path}: folder {target.parent} does not exist", hint="create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"output {path}: folder {target.parent} cannot be written", hint="write to another folder")
+    try:
+        info = target.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(info.st_mode):
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
+        raise InputError(f"output {path}: expected a file name, found {kind}")
+    return stat.S_IMODE(info.st_mode)
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     """Yield the path of an empty temporary file beside `path`; on a clean exit it becomes `path`.
@@ -30,22 +51,11 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     process killed outright leaves at most a hidden `.<name>.<random>.tmp`, never a partial `path`. A symbolic link
     is followed; the permissions of a replaced file are kept.
 
-    Raises InputError if the folder does not exist or `path` is not a regular file; OSError (disk full, no
-    permission) with `filename` set.
+    Raises InputError like `check_output`; OSError (disk full, no permission) with `filename` set.
     """
+    mode = check_output(path)
     target = Path(os.path.realpath(path))
     folder = target.parent
-    if not folder.is_dir():
-        raise InputError(f"output {path}: folder {folder} does not exist", hint="create it first")
-    mode = None
-    try:
-        info = target.stat()
-        if not stat.S_ISREG(info.st_mode):
-            kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a regular file"
-            raise InputError(f"output {path}: expected a file name, found {kind}")
-        mode = stat.S_IMODE(info.st_mode)
-    except FileNotFoundError:
-        pass
     temporary = folder / f".{target.name[:200]}.{secrets.token_hex(6)}.tmp"
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

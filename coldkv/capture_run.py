@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from coldkv._version import __version__
+from coldkv.atomic import check_output
 from coldkv.capture import record, write_recording
 from coldkv.errors import InputError
 from coldkv.models import encode_text, load_model, stderr_message
@@ -41,8 +42,7 @@ def run_capture(
     # Loading takes minutes: what can be refused is refused before.
     if os.path.splitext(os.fspath(output))[1].lower() != ".safetensors":
         raise InputError(f"output {output}: expected a name ending in .safetensors")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
-        raise InputError(f"output {output}: its folder does not exist", hint="create it first")
+    check_output(output)
     text, text_sha256 = read_text(text_path)
     loaded = load_model(model_path, message=message)
     input_ids = encode_text(loaded, text, tokens=tokens, where=f"text {text_path}")

@@ -7,7 +7,9 @@ Data goes to stdout, everything else to stderr. Importing this module must stay 
 import errno
 import importlib
 import os
+import signal
 import sys
+from contextlib import contextmanager
 
 import click
 
@@ -66,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a locale without, say, the sign for "times" must not end in an exception
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(args)
+        with _termination_as_interrupt():
+            code = _run(args)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, not at interpreter exit, so that a full disk is still reported
         return code
@@ -74,6 +77,26 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("COLDKV_DEBUG") == "1" and not isinstance(error, (SystemExit, click.exceptions.Exit)):
             raise
         return _explain(error)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as CI sends it to cancel a job: unwinds like Ctrl-C, so that no temporary file stays behind."""
+
+
+@contextmanager
+def _termination_as_interrupt():
+    def stop(number, frame):
+        raise _Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread: whoever embeds us handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: list[str]) -> int:
@@ -103,6 +126,8 @@ def _explain(error: BaseException) -> int:
             return _say(f"{line.rstrip('.')}; see '{path} --help'")
         case click.ClickException():
             return _say(error.format_message())
+        case _Terminated():
+            return _say("terminated")
         case KeyboardInterrupt() | click.Abort():
             return _say("interrupted")
         case BrokenPipeError():

@@ -34,7 +34,8 @@ def plane_format(source: PlaneSource, plane: str, tier: str) -> str:
     fmt = tier_formats(tier)[plane]
     if source.hot_format not in (None, fmt):
         raise InputError(
-            f"{source.name}: expected values or a plane in format {fmt} for tier {tier}, found {source.hot_format}",
+            f"dump {source.path}: tensor {source.name}: expected values or a plane in format {fmt} for tier {tier}, "
+            f"found {source.hot_format}",
             hint=f"measure this dump with --tier {source.hot_format}",
         )
     return fmt
@@ -75,7 +76,8 @@ def read_pages(
         page, head = divmod(page_head, geometry.kv_heads)
         where = f"token {start + page * geometry.page_tokens + token}, head {head}, channel {channel}"
         raise InputError(
-            f"{source.name}: {where}: expected finite scales and codes, found {ref[tuple(bad.nonzero()[0])]}"
+            f"dump {source.path}: tensor {source.name}: {where}: expected finite codes and scales, "
+            f"found {float(ref[bad][0])}"
         )
     return ref, hot
 

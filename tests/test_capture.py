@@ -331,7 +331,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, folder):
     finally:
         del os.environ["COLDKV_CACHE_DIR"]
     assert "expected a name ending in .safetensors" in refused("--text", text, "-o", tmp_path / "x", "--model", folder)
-    assert "folder does not exist" in refused(
+    assert "does not exist; create it first" in refused(
         "--text", text, "-o", tmp_path / "no" / "x.safetensors", "--model", folder
     )
     other = ("-o", out, "--model", folder, "--text")

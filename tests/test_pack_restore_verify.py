@@ -218,7 +218,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path, capsys, sent):
     pool = tmp_path / "p.ckv"
     in_process(capsys, "pack", dump, "-o", pool, *TORCH, "--codec", "e2m1-g64")
@@ -243,13 +243,14 @@ def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path
     for process in running:
         process.send_signal(sent)
         _, err = process.communicate(timeout=30)
-        if sent == signal.SIGINT:
-            assert process.returncode == 2 and err == "coldkv: interrupted\n"
-        else:
+        if sent == signal.SIGKILL:
             assert process.returncode == -signal.SIGKILL
+        else:
+            said = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[sent]
+            assert process.returncode == 2 and err == f"coldkv: {said}\n"
     visible = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
     assert visible == ["older.ckv"] and older.read_bytes() == b"older"
-    assert len(list(folder.iterdir())) == (1 if sent == signal.SIGINT else 3)
+    assert len(list(folder.iterdir())) == (3 if sent == signal.SIGKILL else 1)
 
 
 MEMORY = """

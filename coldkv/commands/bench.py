@@ -2,6 +2,7 @@
 
 import click
 
+from coldkv.atomic import atomic_path, check_output
 from coldkv.errors import InputError
 
 
@@ -24,6 +25,8 @@ def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages
     """
     if min(head_pages, repeat) < 1 or threads < 0:
         raise InputError("bench: expected --head-pages and --repeat of at least 1 and --threads of at least 0")
+    if results:
+        check_output(results)
     from coldkv.bench import dumps, print_table, run_bench
 
     document = run_bench(
@@ -31,8 +34,6 @@ def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages
         head_pages=head_pages, repeat=repeat,
     )  # fmt: skip
     if results:
-        from coldkv.atomic import atomic_path
-
         with atomic_path(results) as temporary:
             temporary.write_text(dumps(document), encoding="utf-8")
     if as_json:

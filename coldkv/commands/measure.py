@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import click
 
+from coldkv.atomic import check_output
 from coldkv.errors import InputError
 from coldkv.options import (
     backend_option,
@@ -34,6 +35,8 @@ def command(dumps, table, tier, codecs, backend, sample, layers, geometry, page_
     from coldkv.layers import select_layers
     from coldkv.table import assign
 
+    if results:
+        check_output(results)
     chosen_table = resolve_table(table, tier)
     wanted = resolve_codecs(codecs)
     paths = dump_paths(dumps, sample)
