@@ -1,6 +1,7 @@
 """Run the command line as users do: a process with its own stdout, stderr and exit code."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ def environment(**changes) -> dict:
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | changes
     drop = {"COLDKV_DEBUG", "NO_COLOR", "FORCE_COLOR"} - set(changes)
     return {key: value for key, value in env.items() if key not in drop and value is not None}
+
+
+def heed_interrupts() -> None:
+    """For `preexec_fn`: a process started in the background of a shell script inherits an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def coldkv(*args, env=None, **options) -> Done:

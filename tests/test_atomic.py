@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clirun import heed_interrupts
 
 from coldkv.atomic import atomic_path
 from coldkv.errors import InputError
@@ -96,7 +97,11 @@ def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path, sign, old):
     if old is not None:
         target.write_bytes(old)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(target)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+        [sys.executable, "-c", CHILD, str(target)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        preexec_fn=heed_interrupts,
     )
     assert child.stdout.readline() == b"half\n"
     child.send_signal(sign)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from clirun import ROOT, environment, in_process, python
+from clirun import ROOT, environment, heed_interrupts, in_process, python
 from poolkit import make_dump, values
 
 from coldkv.dumps import open_dump
@@ -234,6 +234,7 @@ def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=heed_interrupts,
         )
         for args in commands
     ]
