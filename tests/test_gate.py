@@ -204,7 +204,6 @@ def fail_on(tmp_path, capsys):
         ("codec == 'e2m1-g64' and nmse_hot > 0.015", 1),
         ("rows:plane == 'v' and nmse_hot > 0.012", 1),
         ("logit_rmse > 1", 0),
-        ("attn_out_nmse > 0", 0),
         ("summary:aggregate_ratio < 1.31", 0),
         ("summary:aggregate_ratio < 1.32", 1),
         ("invalid_pages > 0 or not pages > 0", 0),
@@ -280,3 +279,24 @@ def test_a_lost_timing_fails_and_kinds_do_not_mix(tmp_path, capsys):
     results.write_results(tmp_path / "r.json", result_docs.uniform_doc())
     done = in_process(capsys, "report", tmp_path / "r.json", "--baseline", tmp_path / "base")
     assert done.code == 2 and "is a results file, the baseline" in done.err
+
+
+def test_a_gate_on_a_column_without_values_is_an_error_not_a_pass(capsys):
+    from clirun import ROOT, in_process
+
+    done = in_process(capsys, "report", ROOT / "results" / "baseline.json", "--fail-on", "attn_out_nmse > 0.1")
+    assert done.code == 2 and "column attn_out_nmse has no value in any row" in done.err
+
+
+def test_the_documented_gates_pass_on_the_committed_baseline(capsys):
+    """Every --fail-on of README and docs/results.md holds for the project's own measurement."""
+    import re
+
+    from clirun import ROOT, in_process
+
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
+    found = re.findall(r'--fail-on "([^"]+)"', text)
+    assert len(found) >= 3
+    for expression in found:
+        done = in_process(capsys, "report", ROOT / "results" / "baseline.json", "--fail-on", expression)
+        assert done.code == 0, (expression, done.err)

@@ -50,6 +50,14 @@ def select(frame: pd.DataFrame, expression: str) -> pd.DataFrame:
         raise InputError(f"--fail-on {expression!r}: not a condition pandas understands: {detail}") from None
     if not isinstance(mask, pd.Series) or mask.dtype != bool:
         raise InputError(f'--fail-on {expression!r}: expected a condition such as "nmse_hot > 0.02", found a value')
+    tree = ast.walk(ast.parse(expression, mode="eval")) if _parses(expression) else ()
+    used = {node.id for node in tree if isinstance(node, ast.Name)}
+    for name in sorted(used & set(frame.columns)):
+        if len(frame) and frame[name].isna().all():
+            raise InputError(
+                f"--fail-on {expression!r}: column {name} has no value in any row, so the gate could never fail",
+                hint="logit_rmse needs queries in the dump" if name == "logit_rmse" else None,
+            )
     return frame[mask]
 
 
