@@ -13,7 +13,7 @@ import torch
 
 from coldkv._version import __version__
 from coldkv.backends import get_backend
-from coldkv.codecs import all_codecs, get_codec
+from coldkv.codecs import all_codecs, parse_codec
 from coldkv.errors import InputError
 from coldkv.formats import FORMATS, tier_formats
 from coldkv.geometry import Geometry
@@ -56,7 +56,7 @@ def run_bench(
     """
     engine = get_backend(backend, threads=threads)
     geometry = Geometry(head_dim, page_tokens)
-    codecs = [get_codec(codec_id) for codec_id in codec_ids] or all_codecs()
+    codecs = [parse_codec(text) for text in codec_ids] or all_codecs()
     formats = list(dict.fromkeys(tier_formats(tier).values()))
     if not any(codec.fits(fmt) for codec in codecs for fmt in formats):
         raise InputError(f"bench: none of {', '.join(c.id for c in codecs)} takes planes of tier {tier}")
@@ -124,9 +124,9 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
         engine.restore(codec, slots, geometry, fmt, **out(plane))
 
     return [
-        Operation("encode", codec.id, fmt, read + packed, encode),
-        Operation("decode", codec.id, fmt, packed + y.nbytes, decode),
-        Operation("restore", codec.id, fmt, packed + written, restore),
+        Operation("encode", codec.label, fmt, read + packed, encode),
+        Operation("decode", codec.label, fmt, packed + y.nbytes, decode),
+        Operation("restore", codec.label, fmt, packed + written, restore),
     ]
 
 

@@ -160,15 +160,11 @@ def _extras() -> list[Check]:
 
 
 def _codecs() -> list[Check]:
-    from coldkv.codecs import codec_ids
+    from coldkv.codecs import broken_entry_points, codec_ids
 
-    try:
-        return [
-            Check("codecs", OK, ", ".join(codec_ids()), "built in or by the entry point coldkv.codecs", required=True)
-        ]
-    except Exception as error:
-        means = "an installed package registers a codec that does not load; uninstall or fix it"
-        return [Check("codecs", BROKEN, " ".join(str(error).split()), means, required=True)]
+    out = [Check("codecs", OK, ", ".join(codec_ids()), "built in or by the entry point coldkv.codecs", required=True)]
+    means = "an installed package registers a codec that does not load; uninstall or fix it"
+    return out + [Check("codecs", BROKEN, " ".join(line.split()), means) for line in broken_entry_points.values()]
 
 
 CHECKS: list[Callable[[], list[Check]]] = [

@@ -132,9 +132,11 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
         )
         for codec in task.codecs
     ]
+    zeroed = 0
     for chunk in plane_chunks(source, task.fmt, geometry, backend, nan=nan):
         if stop.is_set():
             raise Stopped
+        zeroed += chunk.zeroed
         hot = backend.dequantize(chunk.hot) if sums else None
         for entry in sums:
             slots, valid = backend.encode(entry.codec, chunk.hot, geometry)
@@ -164,6 +166,8 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
         "partial_tokens": source.tokens % geometry.page_tokens,
         "hot_bytes": pages * heads * page_bytes,
     }
+    if zeroed:
+        entry["zeroed_values"] = zeroed
     return rows if pages else [], entry
 
 
@@ -178,7 +182,7 @@ def _row(task, entry: CodecSums, head: int, geometry, pages: int, page_bytes: in
         "plane": task.plane,
         "head": head,
         "tier": task.tier,
-        "codec": entry.codec.id,
+        "codec": entry.codec.label,
         "backend": backend.runs(entry.codec),
         "pages": pages,
         "tokens": pages * geometry.page_tokens,

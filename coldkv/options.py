@@ -57,9 +57,9 @@ def resolve_codecs(texts: tuple[str, ...]):
     codecs = {}
     for text in texts:
         codec = parse_codec(text)
-        if codec.id in codecs:
-            raise InputError(f"--codec {text}: codec {codec.id} is named twice")
-        codecs[codec.id] = codec
+        if codec.label in codecs:
+            raise InputError(f"--codec {text}: codec {codec.label} is named twice")
+        codecs[codec.label] = codec
     return list(codecs.values()) or None
 
 

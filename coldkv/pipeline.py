@@ -23,6 +23,7 @@ class Chunk:
     pages: int
     ref: torch.Tensor
     hot: HotPlane
+    zeroed: int = 0  # NaN and Inf of the dump that were read as 0
 
 
 def layer_geometry(layer: LayerDump, page_tokens: int) -> Geometry:
@@ -53,17 +54,23 @@ def plane_chunks(
     for first in range(0, pages, per_chunk):
         count = min(per_chunk, pages - first)
         start, stop = first * geometry.page_tokens, (first + count) * geometry.page_tokens
-        yield Chunk(first, count, *read_pages(source, fmt, geometry, backend, start, stop, nan=nan))
+        ref, hot, zeroed = read_counted(source, fmt, geometry, backend, start, stop, nan=nan)
+        yield Chunk(first, count, ref, hot, zeroed)
 
 
-def read_pages(
-    source: PlaneSource, fmt: str, geometry: Geometry, backend, start: int, stop: int, *, nan: str = "reject"
-):
+def read_pages(source: PlaneSource, fmt: str, geometry: Geometry, backend, start: int, stop: int, *, nan="reject"):
     """Tokens [start, stop), a multiple of the page size -> (values fp32 `[pages * heads, T, D]`, HotPlane)."""
+    return read_counted(source, fmt, geometry, backend, start, stop, nan=nan)[:2]
+
+
+def read_counted(source: PlaneSource, fmt: str, geometry: Geometry, backend, start: int, stop: int, *, nan="reject"):
+    """`read_pages` and the number of NaN and Inf that `nan="zero"` replaced."""
     if source.hot_format is None:
-        values = check_finite(source.read(start, stop), source, start, nan)
-        ref = backend.load(values, geometry)
-        return ref, backend.quantize(fmt, ref)
+        values = source.read(start, stop)
+        finite = check_finite(values, source, start, nan)
+        zeroed = 0 if finite is values else int((~torch.isfinite(values)).sum())
+        ref = backend.load(finite, geometry)
+        return ref, backend.quantize(fmt, ref), zeroed
     codes, scales = source.read_hot(start, stop)
     hot = empty_plane(fmt, (stop - start) // geometry.page_tokens * geometry.kv_heads, geometry)
     hot.codes.copy_(to_head_pages(codes, geometry))
@@ -79,7 +86,7 @@ def read_pages(
             f"dump {source.path}: tensor {source.name}: {where}: expected finite codes and scales, "
             f"found {float(ref[bad][0])}"
         )
-    return ref, hot
+    return ref, hot, 0
 
 
 def to_head_pages(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:

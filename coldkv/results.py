@@ -70,6 +70,7 @@ LAYER_TYPES: dict[str, tuple[type, bool]] = {
     "tokens": (int, False),
     "partial_tokens": (int, False),
     "hot_bytes": (int, False),
+    "zeroed_values": (int, False),  # NaN and Inf read as 0 (--nan zero); absent where there were none
 }
 DOCUMENT_TYPES: dict[str, tuple[type, bool]] = {
     "schema": (str, False),
@@ -240,7 +241,7 @@ def _check_run(run: dict, where: str) -> None:
         here = f"{at}.layers[{number}]"
         if not isinstance(layer, dict):
             raise InputError(f"{here}: expected an object, found {type(layer).__name__}")
-        _check_keys(layer, LAYER_TYPES, here)
+        _check_keys({"zeroed_values": 0} | layer, LAYER_TYPES, here)
         if layer["dump"] not in run["dump_sha256"]:
             raise InputError(f"{here}: dump {layer['dump']!r} has no sha256 in run.dump_sha256")
         if table["mode"] == "tiers" and layer["tier"] not in table["tier_layers"]:

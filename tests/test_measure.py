@@ -169,6 +169,8 @@ def test_nan_is_named_and_leaves_no_result(tmp_path, capsys, bad):
     assert "layer_1_v" in done.err and "token 33, head 1, channel 7" in done.err and str(path) in done.err
     assert not (tmp_path / "r.json").exists() and [p.name for p in tmp_path.iterdir()] == ["d.npz"]
     assert in_process(capsys, "measure", path, "--nan", "zero", "--results", tmp_path / "r.json").code == 0
+    shown = in_process(capsys, "report", tmp_path / "r.json")
+    assert "1 NaN or Inf values were read as 0, first in d.npz layer 1 plane v" in shown.out
 
 
 def test_json_is_one_document_and_results_file_is_the_same(tmp_path, capsys):
@@ -187,3 +189,14 @@ def test_two_dumps_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     done = in_process(capsys, "measure", "a/d.npz", "b/d.npz", "--json")
     assert {row["dump"] for row in json.loads(done.out)["rows"]} == {"a/d.npz", "b/d.npz"}
+
+
+def test_a_destroyed_plane_is_said_in_words(tmp_path, capsys):
+    k = np.random.default_rng(1).standard_normal((70, 2, 64)).astype(np.float32) * 1e-4
+    path = npz(tmp_path / "d.npz", layers=1, layer_0_k=k)
+    shown = in_process(capsys, "measure", path, "--codec", "e2m1-g64").out
+    assert "warning: e2m1-g64 on int8 K: nmse_hot above 0.1 in 2 heads" in shown
+    assert "little of the plane is left against its hot tier" in shown
+    nvfp4 = in_process(capsys, "measure", path, "--tier", "nvfp4", "--codec", "native").out
+    assert "warning: native on nvfp4 K: nmse_ref above 0.1" in nvfp4 and "against the dump" in nvfp4
+    assert "above 0.1" not in in_process(capsys, "measure", path, "--codec", "e2m1-g16").out

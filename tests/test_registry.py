@@ -16,6 +16,14 @@ class Halves(Codec):
     """Keeps bf16 values as they are: two bytes per element, no header."""
 
     id = "plugin-bf16"
+
+    def __init__(self, note=None):
+        self.note = note
+
+    @property
+    def config(self):
+        return {} if self.note is None else {"note": self.note}
+
     version = 1
     formats = ("bf16",)
     exact = True
@@ -74,6 +82,22 @@ def test_a_codec_from_an_entry_point_is_measured_beside_ours(tmp_path):
     assert rows["plugin-bf16"]["backend"] == "torch"
 
 
+def test_options_of_a_codec_are_part_of_its_name_in_results(tmp_path):
+    env = install(tmp_path, "plugin_codec:Halves")
+    codecs = ["--codec", "plugin-bf16:note=1", "--codec", "plugin-bf16:note=x"]
+    done = coldkv("measure", "--sample", "--tier", "bf16", "--layers", "0", *codecs, "--json", env=env)
+    assert {row["codec"] for row in json.loads(done.out)["rows"]} == {"plugin-bf16:note=1", "plugin-bf16:note=x"}
+
+
+def test_inspect_does_not_read_a_foreign_slot_as_a_raw_one(tmp_path):
+    env, pool = install(tmp_path, "plugin_codec:Halves"), tmp_path / "p.ckv"
+    packed = coldkv("pack", "--sample", "--tier", "bf16", "--codec", "plugin-bf16", "-o", pool, env=env)
+    assert packed.code == 0, packed.err
+    shown = coldkv("inspect", pool, "--slot", "0:k:2:0", env=env)
+    assert shown.code == 0 and "codec plugin-bf16, which has its own layout" in shown.out
+    assert "magic" not in shown.out and "scales" not in shown.out
+
+
 @pytest.mark.parametrize(
     "entry,message",
     [
@@ -81,7 +105,10 @@ def test_a_codec_from_an_entry_point_is_measured_beside_ours(tmp_path):
         ("plugin_codec:Codec", "codec plugin_codec:Codec: the class sets no 'id'"),
     ],
 )
-def test_a_broken_entry_point_is_one_line(tmp_path, entry, message):
-    done = coldkv("measure", "--sample", "--layers", "0", env=install(tmp_path, entry))
-    assert done.code == 2 and len(done.err.splitlines()) == 1
-    assert message in done.err
+def test_a_broken_entry_point_is_one_line_and_takes_nobody_with_it(tmp_path, entry, message):
+    env = install(tmp_path, entry)
+    done = coldkv("measure", "--sample", "--layers", "0", "--json", env=env)
+    assert done.code == 0 and len(done.err.splitlines()) == 1
+    assert message in done.err and done.err.rstrip().endswith("skipped")
+    assert {row["codec"] for row in json.loads(done.out)["rows"]} == {"e2m1-g16", "e2m1-g64"}
+    assert coldkv("measure", "--sample", "--codec", "plugin-bf16", env=env).code == 2

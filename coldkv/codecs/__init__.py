@@ -5,6 +5,7 @@ Importing this module does not import torch; a codec's torch code is imported wh
 
 import importlib
 import pkgutil
+import sys
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -15,6 +16,7 @@ __all__ = ["Codec", "all_codecs", "codec_ids", "get_codec", "parse_codec"]
 
 ENTRY_POINT_GROUP = "coldkv.codecs"
 NOT_CODECS = {"base", "rawslot"}
+broken_entry_points: dict[str, str] = {}  # name -> what is wrong, filled when the codecs are first listed
 
 
 @cache
@@ -25,12 +27,12 @@ def _codec_classes() -> dict[str, type[Codec]]:
             _add(classes, importlib.import_module(f"{__name__}.{info.name}").CODEC, info.name)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            codec = entry.load()
-        except Exception as error:
-            raise ToolError(
-                f"codec entry point {entry.name} ({entry.value}): could not be loaded: {error!r}"
-            ) from error
-        _add(classes, codec, entry.value)
+            _add(classes, entry.load(), entry.value)
+        except Exception as error:  # somebody else's package: it must not take the built-in codecs with it
+            reason = error if isinstance(error, ToolError) else f"could not be loaded: {error!r}"
+            broken_entry_points[entry.name] = f"codec entry point {entry.name} ({entry.value}): {reason}"
+    for line in broken_entry_points.values():
+        print(f"coldkv: warning: {' '.join(line.split())}; skipped", file=sys.stderr)
     return classes
 
 

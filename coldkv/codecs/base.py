@@ -26,11 +26,22 @@ class Codec(ABC):
     formats: ClassVar[tuple[str, ...]]  # hot plane formats that `encode` takes
     exact: ClassVar[bool] = False  # decode gives the hot plane's values bit for bit
     native: ClassVar[str | None] = None
+    raw_slot: ClassVar[bool] = False  # the slot has the raw layout of kernels/FORMAT.md, which `inspect` can take apart
 
     @property
     def config(self) -> dict:
         """Options that differ from nothing: `get_codec(id, config)` gives an equal codec; JSON types only."""
         return {}
+
+    @property
+    def label(self) -> str:
+        """The codec in results: its id, with its options if any (`id:key=value,...`), as `--codec` takes it."""
+        import json
+
+        options = ",".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.config.items()
+        )
+        return f"{self.id}:{options}" if options else self.id
 
     def fits(self, fmt: str) -> bool:
         return fmt in self.formats

@@ -30,6 +30,7 @@ class E2m1G16(Codec):
     version = 2
     formats = ("int8", "bf16", "fp16", "fp8")
     native = "e2m1_g16"
+    raw_slot = True
 
     def slot_bytes(self, geometry, fmt):
         return raw_layout(geometry).stride

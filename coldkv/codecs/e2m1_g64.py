@@ -17,6 +17,7 @@ class E2m1G64(Codec):
     version = 1
     formats = ("int8", "nvfp4", "iso3", "bf16", "fp16", "fp8")
     native = "e2m1_g64"
+    raw_slot = True
 
     def slot_bytes(self, geometry, fmt):
         return raw_layout(geometry).stride

@@ -20,6 +20,7 @@ class Native(Codec):
     formats = ("nvfp4", "iso3")
     exact = True
     native = "native"
+    raw_slot = True
 
     def slot_bytes(self, geometry, fmt):
         return raw_layout(geometry).stride

@@ -7,7 +7,9 @@ from coldkv.errors import InputError
 
 
 @click.command()
-@click.option("--codec", "codec_ids", multiple=True, metavar="ID", help="Codec to time; repeatable. Default: all.")
+@click.option(
+    "--codec", "codec_ids", multiple=True, metavar="ID[:KEY=VALUE,...]", help="Codec to time; repeatable. Default: all."
+)
 @click.option("--tier", default="int8", show_default=True, help="Hot tier of the pages.")
 @click.option("--backend", default="auto", show_default=True, help="auto, cuda, cpu or torch.")
 @click.option("--threads", default=1, show_default=True, help="Threads of the cpu backend, and of its memcpy; 0 = all.")

@@ -77,4 +77,4 @@ def _show_slot(record, geometry, codec, plane_format, as_hex, as_json) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1, allow_nan=False))
     else:
-        click.echo(slot.hex_dump(record, geometry) if as_hex else slot.render(found))
+        click.echo(slot.hex_dump(record, geometry, places="codes" in found) if as_hex else slot.render(found))

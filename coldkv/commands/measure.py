@@ -21,7 +21,9 @@ from coldkv.options import (
 @click.command("measure")
 @click.argument("dumps", nargs=-1, metavar="DUMP...")
 @tier_options
-@click.option("--codec", "codecs", multiple=True, metavar="ID", help="Codec; repeatable. [default: all that fit]")
+@click.option(
+    "--codec", "codecs", multiple=True, metavar="ID[:KEY=VALUE,...]", help="Codec; repeatable. [default: all that fit]"
+)
 @backend_option
 @dump_options
 @click.option("--results", metavar="FILE", help="Write the result file here.")

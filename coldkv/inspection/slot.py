@@ -53,6 +53,17 @@ def describe(record: bytes, geometry: Geometry, *, codec_id: str | None = None, 
     version = int.from_bytes(record[4:6], "little")
     alphabet = format_of(fmt).alphabet or "e2m1"
     page_scale = float(np.frombuffer(record, "<f4", 1, 8)[0]) if version == PAGE_SCALE_VERSION else 1.0
+    if not get_codec(codec).raw_slot:
+        return {
+            "bytes": len(record),
+            "page_tokens": geometry.page_tokens,
+            "head_dim": geometry.head_dim,
+            "codec": codec,
+            "plane_format": fmt,
+            "empty": not raw.any(),
+            "bytes_head": record[:BYTES_PER_LINE].hex(),
+            "problems": problems,
+        }
     return {
         "bytes": len(record),
         "page_tokens": geometry.page_tokens,
@@ -70,6 +81,14 @@ def describe(record: bytes, geometry: Geometry, *, codec_id: str | None = None, 
 
 def render(slot: dict) -> str:
     """`describe`'s result as text."""
+    if "codes" not in slot:  # a codec with a layout of its own: only its author knows what the bytes mean
+        lines = [
+            f"slot of {slot['bytes']:,} bytes: {slot['page_tokens']} tokens x {slot['head_dim']} channels, "
+            f"codec {slot['codec']}, which has its own layout (--hex shows every byte)",
+            f"  starts with {slot['bytes_head']}",
+            *(f"problem: {problem}" for problem in slot["problems"]),
+        ]
+        return "\n".join(lines)
     lines = [
         f"slot of {slot['bytes']:,} bytes: {slot['page_tokens']} tokens x {slot['head_dim']} channels, "
         f"codec {slot['codec']}, {slot['alphabet']} alphabet"
@@ -101,13 +120,14 @@ def render(slot: dict) -> str:
     return "\n".join(lines)
 
 
-def hex_dump(record: bytes, geometry: Geometry) -> str:
-    """Every byte, 16 to a line, each line with the tokens and channels it belongs to."""
+def hex_dump(record: bytes, geometry: Geometry, *, places: bool = True) -> str:
+    """Every byte, 16 to a line; with `places` (raw layout only) each line with the tokens and channels it holds."""
     at = raw_layout(geometry)
     lines = []
     for start in range(0, len(record), BYTES_PER_LINE):
         part = record[start : start + BYTES_PER_LINE]
-        lines.append(f"{start:08x}  {part.hex(' '):<47}  {_where(start, start + len(part) - 1, at, geometry)}")
+        where = _where(start, start + len(part) - 1, at, geometry) if places else ""
+        lines.append(f"{start:08x}  {part.hex(' '):<47}  {where}".rstrip())
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from coldkv.results import describe_row
 
 BIASED_FACTOR = 4.0  # nmse_centered above this multiple of nmse_hot: most of the energy is the channels' mean
+DESTROYED_NMSE = 0.1  # -10 dB: ten times what the coarsest codec here costs on sane data
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Note:
 def notes(doc: dict) -> list[Note]:
     """All notes on one results document, in a fixed order."""
     rows, run = doc["rows"], doc["run"]
-    found = [_table(run), *_left_hot(doc), _partial(run), *_larger_than_hot(rows), _invalid(rows), *_biased(rows)]
+    found = [_table(run), *_left_hot(doc), _partial(run), *_larger_than_hot(rows), _invalid(rows)]
+    found += [_zeroed(run), *_destroyed(rows), *_biased(rows)]
     return [note for note in found if note]
 
 
@@ -91,6 +93,36 @@ def _invalid(rows: list[dict]) -> Note | None:
         return None
     pages = sum(row["invalid_pages"] for row in bad)
     return Note("warning", f"{pages} head-pages could not be packed and stay hot, first in {describe_row(bad[0])}")
+
+
+def _zeroed(run: dict) -> Note | None:
+    # several tiers read the same plane: count each plane once
+    planes = {(e["dump"], e["layer"], e["plane"]): e.get("zeroed_values", 0) for e in run["layers"]}
+    bad = [(name, count) for name, count in planes.items() if count]
+    if not bad:
+        return None
+    dump, layer, plane = bad[0][0]
+    total = sum(count for _, count in bad)
+    return Note("warning", f"{total:,} NaN or Inf values were read as 0, first in {dump} layer {layer} plane {plane}")
+
+
+def _destroyed(rows: list[dict]) -> list[Note]:
+    out = []
+    for metric, what in (("nmse_hot", "its hot tier"), ("nmse_ref", "the dump")):
+        bad: dict[tuple, list[dict]] = defaultdict(list)
+        for row in rows:
+            worse_before = metric == "nmse_ref" and (row["nmse_hot"] or 0) > DESTROYED_NMSE
+            if row[metric] is not None and row[metric] > DESTROYED_NMSE and not worse_before:
+                bad[row["codec"], row["tier"], row["plane"]].append(row)
+        for (codec, tier, plane), found in bad.items():
+            worst = max(found, key=lambda row: row[metric])
+            where = f"layer {worst['layer']} head {worst['head']}"
+            text = (
+                f"{codec} on {tier} {plane.upper()}: {metric} above {DESTROYED_NMSE} in {len(found)} heads (most in "
+                f"{where}: {worst[metric]:.3g}): little of the plane is left against {what}"
+            )
+            out.append(Note("warning", text))
+    return out
 
 
 def _biased(rows: list[dict]) -> list[Note]:
