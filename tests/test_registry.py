@@ -112,3 +112,18 @@ def test_a_broken_entry_point_is_one_line_and_takes_nobody_with_it(tmp_path, ent
     assert message in done.err and done.err.rstrip().endswith("skipped")
     assert {row["codec"] for row in json.loads(done.out)["rows"]} == {"e2m1-g16", "e2m1-g64"}
     assert coldkv("measure", "--sample", "--codec", "plugin-bf16", env=env).code == 2
+
+
+def test_the_codec_in_the_documentation_works(tmp_path):
+    import re
+
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "codecs.md").read_text(), re.S)[1]
+    env = install(tmp_path, "plugin_codec:PageInt8")
+    (tmp_path / "plugin_codec.py").write_text(code)
+    done = coldkv("measure", "--sample", "--layers", "0", "--codec", "page-int8", "--json", env=env)
+    assert done.code == 0, done.err
+    for row in json.loads(done.out)["rows"]:
+        assert row["codec"] == "page-int8" and row["invalid_pages"] == 0
+        assert row["nmse_hot"] < 0.002 and row["ratio"] == 16896 / 16400
+    assert coldkv("pack", "--sample", "--codec", "page-int8", "-o", tmp_path / "p.ckv", env=env).code == 0
+    assert coldkv("verify", tmp_path / "p.ckv", env=env).code == 0
