@@ -129,6 +129,9 @@ def _remember(model, tokenizer, folder: Path, message) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+MAX_CHARACTERS_PER_TOKEN = 100
+
+
 def encode_text(loaded: LoadedModel, text: str, *, tokens: int | None = None, where: str = "text"):
     """int64 `[1, n]`: the first `tokens` tokens of `text` (all of them if None), special tokens included.
 
@@ -137,6 +140,13 @@ def encode_text(loaded: LoadedModel, text: str, *, tokens: int | None = None, wh
     import torch
 
     ids = loaded.tokenizer(text, add_special_tokens=True)["input_ids"]
+    if len(ids) * MAX_CHARACTERS_PER_TOKEN < len(
+        text
+    ):  # transformers makes up an empty tokenizer where files are missing
+        raise InputError(
+            f"{where}: {len(text)} characters gave {len(ids)} tokens; expected the tokenizer of {loaded.name}",
+            hint="put its tokenizer files into the model's folder",
+        )
     if tokens is not None:
         ids = ids[:tokens]
     context = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)

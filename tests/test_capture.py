@@ -379,3 +379,16 @@ def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     assert models.cache_dir() == tmp_path / "x" / "coldkv"
     monkeypatch.setenv("COLDKV_CACHE_DIR", str(tmp_path / "y"))
     assert models.cache_dir() == tmp_path / "y"
+
+
+def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused():
+    from types import SimpleNamespace
+
+    from coldkv.models import encode_text
+
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64))
+    loaded = SimpleNamespace(
+        name="notok", model=SimpleNamespace(config=config), tokenizer=lambda text, **_: {"input_ids": [1]}
+    )
+    with pytest.raises(InputError, match="3000 characters gave 1 tokens; expected the tokenizer of notok"):
+        encode_text(loaded, "abc " * 750)

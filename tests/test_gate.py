@@ -5,7 +5,7 @@ import json
 
 import pytest
 import result_docs
-from clirun import coldkv, in_process
+from clirun import ROOT, coldkv, in_process
 from result_docs import layer, row, run
 
 from coldkv import minifloat, results
@@ -282,7 +282,6 @@ def test_a_lost_timing_fails_and_kinds_do_not_mix(tmp_path, capsys):
 
 
 def test_a_gate_on_a_column_without_values_is_an_error_not_a_pass(capsys):
-    from clirun import ROOT, in_process
 
     done = in_process(capsys, "report", ROOT / "results" / "baseline.json", "--fail-on", "attn_out_nmse > 0.1")
     assert done.code == 2 and "column attn_out_nmse has no value in any row" in done.err
@@ -292,11 +291,17 @@ def test_the_documented_gates_pass_on_the_committed_baseline(capsys):
     """Every --fail-on of README and docs/results.md holds for the project's own measurement."""
     import re
 
-    from clirun import ROOT, in_process
-
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "results.md").read_text()
     found = re.findall(r'--fail-on "([^"]+)"', text)
     assert len(found) >= 3
     for expression in found:
         done = in_process(capsys, "report", ROOT / "results" / "baseline.json", "--fail-on", expression)
         assert done.code == 0, (expression, done.err)
+
+
+def test_timings_with_other_settings_are_not_a_regression_but_no_comparison(tmp_path, capsys):
+    committed = ROOT / "results" / "bench-cpu.json"
+    other = tmp_path / "b.json"
+    other.write_text(committed.read_text().replace('"head_pages": 4096', '"head_pages": 256'))
+    done = in_process(capsys, "report", other, "--baseline", committed)
+    assert done.code == 2 and "head_pages: expected 4096" in done.err and "found 256" in done.err

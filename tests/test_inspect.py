@@ -170,3 +170,9 @@ def test_files_that_hold_nothing_known(tmp_path, content, args, words):
 def test_slot_options_need_a_pool_or_slot(capsys):
     done = in_process(capsys, "inspect", sample_path(), "--slot", "0:k:0:0")
     assert done.code == 2 and "this is a dump" in done.err
+
+
+def test_the_sample_by_name_with_its_queries(capsys):
+    done = in_process(capsys, "inspect", "--sample", "--json")
+    assert done.code == 0 and all(layer["queries"] for layer in json.loads(done.out)["layers"])
+    assert in_process(capsys, "inspect").code == 2

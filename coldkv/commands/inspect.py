@@ -11,7 +11,8 @@ SLOT_MAGIC = (0x49384352).to_bytes(4, "little")
 
 
 @click.command("inspect")
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", required=False)
+@click.option("--sample", is_flag=True, help="The bundled sample dump.")
 @click.option("--slot", "slot_name", metavar="LAYER:PLANE:PAGE:HEAD", help="One slot of a pool, e.g. 3:k:17:0.")
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens per page of a raw slot file.")
 @click.option("--head-dim", type=int, default=256, show_default=True, help="Channels per head of a raw slot file.")
@@ -19,12 +20,18 @@ SLOT_MAGIC = (0x49384352).to_bytes(4, "little")
 @click.option("--plane-format", metavar="FORMAT", help="Hot format it was packed from: iso3 has its own alphabet.")
 @click.option("--hex", "as_hex", is_flag=True, help="Every byte of a slot with its token and channels.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(file, slot_name, page_tokens, head_dim, codec, plane_format, as_hex, as_json) -> None:
+def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format, as_hex, as_json) -> None:
     """Show what is in FILE.
 
     A dump: layers, shapes, dtypes, metadata. A pool (.ckv): codecs, strides, counts, policy; with --slot one slot.
     A raw slot (a file that starts with its magic): header fields, codes and scales, byte by byte.
     """
+    if bool(file) == sample:
+        raise InputError("inspect: expected a FILE or --sample, found " + ("both" if file else "neither"))
+    if sample:
+        from coldkv.dumps.sample import sample_path
+
+        file = str(sample_path())
     with open(file, "rb") as stream:
         start = stream.read(4)
     if start == SLOT_MAGIC or file.endswith(".slot"):

@@ -79,6 +79,11 @@ class LayerDump:
     _path: str = ""
 
     @property
+    def has_queries(self) -> bool:
+        """Whether `queries()` gives any; known without reading them."""
+        return self._queries is not None
+
+    @property
     def tokens(self) -> int:
         return self.planes["k"].tokens
 

@@ -21,6 +21,7 @@ def describe(dump: Dump) -> dict:
                 "partial_tokens": layer.tokens % dump.page_tokens,
                 "kv_heads": layer.kv_heads,
                 "head_dim": layer.head_dim,
+                "queries": layer.has_queries,
                 "planes": planes,
             }
         )
@@ -43,18 +44,20 @@ def render(dump: dict) -> str:
         f"{dump['path']}: KV dump ({dump['format']}), {len(dump['layers'])} layers with KV, {dump['bytes']:,} bytes",
         f"pages of {dump['page_tokens']} tokens",
         "",
-        "  layers            kind      tokens  pages  partial  heads  head_dim  dtype",
+        "  layers            kind      tokens  pages  partial  heads  head_dim  queries  dtype",
     ]
     groups: dict[tuple, list[int]] = {}
     for layer in dump["layers"]:
         kind = f"{layer['kind']} {layer['window']}" if layer["window"] else layer["kind"]
         dtype = " ".join(f"{name}:{plane['dtype']}" for name, plane in layer["planes"].items())
         shape = [layer[key] for key in ("tokens", "pages", "partial_tokens", "kv_heads", "head_dim")]
-        groups.setdefault((kind, *shape, dtype), []).append(layer["layer"])
-    for (kind, tokens, pages, partial, heads, head_dim, dtype), members in groups.items():
+        queries = "yes" if layer["queries"] else "no"
+        groups.setdefault((kind, *shape, queries, dtype), []).append(layer["layer"])
+    for (kind, tokens, pages, partial, heads, head_dim, queries, dtype), members in groups.items():
         names = format_layers(members)
         lines.append(
-            f"  {names:<16}  {kind:<8}  {tokens:>6}  {pages:>5}  {partial:>7}  {heads:>5}  {head_dim:>8}  {dtype}"
+            f"  {names:<16}  {kind:<8}  {tokens:>6}  {pages:>5}  {partial:>7}  {heads:>5}  {head_dim:>8}  {queries:>7}"
+            f"  {dtype}"
         )
     shown = {key: value for key, value in dump["metadata"].items() if key != "attention"}  # its gist is in the table
     if shown:

@@ -8,6 +8,7 @@ from coldkv.errors import InputError
 from coldkv.report.compare import Comparison, Finding
 
 SCHEMA = "coldkv.bench/1"
+SETTINGS = ("backend", "threads", "head_dim", "page_tokens", "head_pages")
 MAX_SLOWDOWN = 0.7  # found / baseline below this is a regression; timings on shared machines scatter by 20-30%
 
 
@@ -38,6 +39,7 @@ def describe(row: dict) -> str:
 
 def compare(rows: list[dict], baseline_rows: list[dict], baseline_path: str) -> Comparison:
     """Timings of the same op, codec and setting in both files; a lost row or ratio, or a slowdown, is a finding."""
+    _check_settings(rows, baseline_rows, baseline_path)
     found = {tuple(_identity(row)): row for row in rows}
     out = Comparison(baseline_path)
     for base in baseline_rows:
@@ -58,6 +60,17 @@ def compare(rows: list[dict], baseline_rows: list[dict], baseline_path: str) -> 
                 out.better.append(Finding(column, base["codec"], name, before, now, now / before))
     out.new_rows = [describe(row) for row in found.values()]
     return out
+
+
+def _check_settings(rows: list[dict], baseline_rows: list[dict], path: str) -> None:
+    """Raises InputError where a setting of the whole run differs: such timings cannot be compared at all."""
+    for key in SETTINGS:
+        here, there = ({str(row.get(key)) for row in part} for part in (rows, baseline_rows))
+        if not here & there:
+            raise InputError(
+                f"{key}: expected {', '.join(sorted(there))} as in {path}, found {', '.join(sorted(here))}",
+                hint="time with the baseline's settings",
+            )
 
 
 def _identity(row: dict) -> list[tuple[str, object]]:
