@@ -21,12 +21,16 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def check_output(path: str | os.PathLike) -> int | None:
+def check_output(path: str | os.PathLike, *inputs: str | os.PathLike | None) -> int | None:
     """Permission bits of the file that writing to `path` would replace, None if there is none.
 
-    Commands that work for long call it first. Raises InputError if the folder does not exist or cannot be written, or
-    if `path` is not a regular file.
+    Commands call it before they work. Raises InputError if the folder does not exist or cannot be written, if `path` is
+    not a regular file, or if it is one of `inputs` (also through a link), which would destroy what was read.
     """
+    for source in inputs:
+        with contextlib.suppress(OSError, ValueError):
+            if source and os.path.samefile(path, source):
+                raise InputError(f"output {path}: is the input {source}", hint="write to another file")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise InputError(f"output {path}: folder {target.parent} does not exist", hint="create it first")

@@ -42,7 +42,7 @@ def run_capture(
     # Loading takes minutes: what can be refused is refused before.
     if os.path.splitext(os.fspath(output))[1].lower() != ".safetensors":
         raise InputError(f"output {output}: expected a name ending in .safetensors")
-    check_output(output)
+    check_output(output, text_path, model_path)
     text, text_sha256 = read_text(text_path)
     loaded = load_model(model_path, message=message)
     input_ids = encode_text(loaded, text, tokens=tokens, where=f"text {text_path}")

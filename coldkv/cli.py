@@ -88,15 +88,19 @@ def _termination_as_interrupt():
     def stop(number, frame):
         raise _Terminated
 
+    before = {}
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
+            # nohup starts us with SIGHUP ignored, and means it
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
     except ValueError:  # not in the main thread: whoever embeds us handles signals
-        yield
-        return
+        pass
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(args: list[str]) -> int:
@@ -105,6 +109,11 @@ def _run(args: list[str]) -> int:
         with click.Context(group, info_name="coldkv", **settings) as ctx:
             click.echo(group.get_help(ctx), err=True)
         return EXIT_TROUBLE
+    for number, arg in enumerate(args):
+        if arg == "" or (arg.startswith("--") and arg.endswith("=")):
+            # mostly a variable that is not set in CI; taken as "option not given" it would switch a gate off
+            name = args[number - 1] if arg == "" and number and args[number - 1].startswith("-") else arg
+            raise click.UsageError(f"{name.rstrip('=') or 'argument'}: expected a value, found an empty text")
     with group.make_context("coldkv", args, **settings) as ctx:
         result = group.invoke(ctx)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0

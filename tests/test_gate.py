@@ -237,7 +237,7 @@ def test_every_failing_expression_is_named(fail_on):
         ("x = 3", "expected a condition"),
         ("@pd.compat", "'@' is not allowed"),
         ("codec > 3", "not a condition"),
-        ("", "not a condition"),
+        ("", "found an empty text"),
     ],
 )
 def test_a_bad_expression_is_an_error_before_anything_is_printed(fail_on, expression, words):
@@ -305,3 +305,30 @@ def test_timings_with_other_settings_are_not_a_regression_but_no_comparison(tmp_
     other.write_text(committed.read_text().replace('"head_pages": 4096', '"head_pages": 256'))
     done = in_process(capsys, "report", other, "--baseline", committed)
     assert done.code == 2 and "head_pages: expected 4096" in done.err and "found 256" in done.err
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "nmse_hot.__class__.__init__.__globals__['sys'].modules['os'].system('echo x > {path}')",
+        "nmse_hot.to_csv('{path}').isna()",
+        "nmse_hot.to_pickle('{path}')",
+        "nmse_hot > 9**9**9**9",
+        "nmse_hot > [0][0]",
+        "(lambda: nmse_hot)()",
+        "'a' * 999999999999 == codec",
+        "@__import__('os').system('echo x > {path}')",
+    ],
+)
+def test_a_gate_is_a_condition_and_runs_nothing(tmp_path, capsys, expression):
+    path = tmp_path / "written"
+    baseline = ROOT / "results" / "baseline.json"
+    done = in_process(capsys, "report", baseline, "--fail-on", expression.format(path=path))
+    assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("args", [("--baseline", ""), ("--baseline=",), ("--fail-on", ""), ("--format", "")])
+def test_an_empty_value_is_an_error_and_never_switches_a_gate_off(capsys, args):
+    done = in_process(capsys, "report", ROOT / "results" / "baseline.json", *args)
+    assert done.code == 2 and args[0].rstrip("=") in done.err and "found an empty text" in done.err

@@ -218,7 +218,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "sent",
+    [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL],
+    ids=["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"],
+)
 def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path, capsys, sent):
     pool = tmp_path / "p.ckv"
     in_process(capsys, "pack", dump, "-o", pool, *TORCH, "--codec", "e2m1-g64")
@@ -247,7 +251,7 @@ def test_a_signal_in_the_middle_of_writing_leaves_no_partial_file(dump, tmp_path
         if sent == signal.SIGKILL:
             assert process.returncode == -signal.SIGKILL
         else:
-            said = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[sent]
+            said = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "terminated"}[sent]
             assert process.returncode == 2 and err == f"coldkv: {said}\n"
     visible = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
     assert visible == ["older.ckv"] and older.read_bytes() == b"older"
@@ -304,3 +308,18 @@ def test_the_sample_goes_round(tmp_path, capsys):
         assert all(
             torch.equal(a, b) for a, b in zip(before.layers[0].queries(), after.layers[0].queries(), strict=True)
         )
+
+
+def test_an_output_never_replaces_its_input(dump, tmp_path, capsys):
+    pool, linked_pool = tmp_path / "p.ckv", tmp_path / "link.ckv"
+    linked_pool.symlink_to(dump)
+    before = dump.read_bytes()
+    for args in (("pack", dump, "-o", linked_pool), ("measure", dump, "--results", dump, *TORCH)):
+        done = in_process(capsys, *args)
+        assert done.code == 2 and "is the input" in done.err
+    assert dump.read_bytes() == before
+    assert in_process(capsys, "pack", dump, "-o", pool, *TORCH).code == 0
+    linked_dump, held = tmp_path / "link.safetensors", pool.read_bytes()
+    linked_dump.symlink_to(pool)
+    done = in_process(capsys, "restore", pool, "-o", linked_dump, *TORCH)
+    assert done.code == 2 and "is the input" in done.err and pool.read_bytes() == held

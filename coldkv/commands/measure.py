@@ -37,11 +37,11 @@ def command(dumps, table, tier, codecs, backend, sample, layers, geometry, page_
     from coldkv.layers import select_layers
     from coldkv.table import assign
 
+    paths = dump_paths(dumps, sample)
     if results:
-        check_output(results)
+        check_output(results, *paths.values(), table, geometry)
     chosen_table = resolve_table(table, tier)
     wanted = resolve_codecs(codecs)
-    paths = dump_paths(dumps, sample)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(opened_dump(path, geometry, page_tokens)) for name, path in paths.items()}
         assignments = {}

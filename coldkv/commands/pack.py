@@ -4,6 +4,7 @@ import json
 
 import click
 
+from coldkv.atomic import check_output
 from coldkv.errors import InputError
 from coldkv.options import (
     backend_option,
@@ -74,6 +75,7 @@ def command(
     (path,) = dump_paths((dump,) if dump else (), sample).values()
     if not output.endswith(POOL_SUFFIX):
         raise InputError(f"output {output}: expected a name ending in {POOL_SUFFIX}")
+    check_output(output, path, table, geometry)
 
     from coldkv.layers import select_layers
     from coldkv.table import assign

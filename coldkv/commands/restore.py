@@ -4,6 +4,7 @@ import json
 
 import click
 
+from coldkv.atomic import check_output
 from coldkv.options import backend_option
 
 
@@ -27,6 +28,7 @@ def command(pool, output, dtype, backend, as_json) -> None:
     """
     from coldkv.pool.file import PoolFile
 
+    check_output(output, pool)
     with PoolFile(pool) as opened:
         from coldkv.backends import get_backend
         from coldkv.pool.restore import restore

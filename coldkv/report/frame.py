@@ -39,8 +39,7 @@ def select(frame: pd.DataFrame, expression: str) -> pd.DataFrame:
     Raises InputError for an unknown column, bad syntax, or an expression that is not a condition on rows.
     """
     names = ", ".join(frame.columns)
-    if "@" in expression:
-        raise InputError(f"--fail-on {expression!r}: '@' is not allowed, only columns: {names}")
+    _only_conditions(expression, names)
     try:
         mask = frame.eval(expression, engine="python")
     except pd.errors.UndefinedVariableError as error:
@@ -59,6 +58,46 @@ def select(frame: pd.DataFrame, expression: str) -> pd.DataFrame:
                 hint="logit_rmse needs queries in the dump" if name == "logit_rmse" else None,
             )
     return frame[mask]
+
+
+# What a gate needs. pandas would also follow attributes and calls, and so run whatever code a gate's text holds.
+_ALLOWED = (
+    ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd, ast.Invert, ast.BinOp,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitAnd, ast.BitOr, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
+    ast.In, ast.NotIn, ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple,
+)  # fmt: skip
+
+
+def _only_conditions(expression: str, names: str) -> None:
+    """Raises InputError unless the text is made of columns, constants, comparisons, and/or/not and + - * /."""
+    where = f"--fail-on {expression!r}"
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if "@" in expression:
+            raise InputError(f"{where}: '@' is not allowed, only columns: {names}") from None
+        if isinstance(error, SyntaxError) and _is_statement(expression):
+            raise InputError(f'{where}: expected a condition such as "nmse_hot > 0.02", found a statement') from None
+        detail = getattr(error, "msg", None) or type(error).__name__
+        raise InputError(f"{where}: not a condition pandas understands: {detail}") from None
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            what = type(node).__name__.lower()
+            raise InputError(
+                f"{where}: expected columns, numbers, texts and comparisons, found {what}; columns: {names}"
+            )
+        if isinstance(node, ast.BinOp) and any(
+            isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)
+        ):
+            raise InputError(f"{where}: expected arithmetic on numbers, found a text")
+
+
+def _is_statement(expression: str) -> bool:
+    try:
+        ast.parse(expression.strip())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def never_matching(frame: pd.DataFrame, expression: str) -> list[str]:
