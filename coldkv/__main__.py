@@ -2,6 +2,9 @@
 
 import sys
 
-from coldkv.cli import main
+try:
+    from coldkv.cli import main
+except KeyboardInterrupt:  # Ctrl-C while Python is still importing
+    sys.exit("coldkv: interrupted")
 
 sys.exit(main())

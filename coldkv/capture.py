@@ -23,7 +23,7 @@ _PREFIX = "coldkv_capture_"
 
 def import_transformers():
     """The transformers module, or a one-line ToolError. Off a terminal its progress bars are switched off."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar obeys nothing else, and only at import
     try:
         import transformers

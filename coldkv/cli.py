@@ -148,6 +148,8 @@ def _explain(error: BaseException) -> int:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) and error.filename is None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # most likely stdout itself: do not fail again at exit
             return _say(_os_error_line(error))
+        case RuntimeError() if "can't allocate memory" in str(error):
+            return _say("out of memory; measure fewer layers at a time (--layers) or a smaller dump")
         case MemoryError():
             return _say("out of memory; measure fewer layers at a time (--layers) or a smaller dump")
         case _:

@@ -12,9 +12,9 @@ def parse_layers(text: str) -> list[int]:
     """`"0,3-7"` -> `[0, 3, 4, 5, 6, 7]`: ascending, inclusive ranges, no layer twice. InputError if malformed."""
     found: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, re.ASCII)
         if not match:
-            raise InputError(f"layers {text!r}: expected numbers and ranges such as 0,3-7, found {part.strip()!r}")
+            raise InputError(f"layers {text!r}: expected numbers and ranges such as 0,3-7, found {part.strip()[:40]!r}")
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first or last > _MAX_LAYER:

@@ -82,7 +82,7 @@ def _load(path: Path, folder: Path, **options):
     import_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         from transformers.utils import logging
 
         logging.disable_progress_bar()

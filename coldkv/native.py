@@ -53,7 +53,10 @@ class Library:
 
     def __init__(self, path: Path, suffix: str):
         self.path, self.suffix = path, suffix
-        self._dll = ctypes.CDLL(str(path))
+        try:
+            self._dll = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise ToolError(f"{path}: cannot be loaded: {error}", hint="delete the file") from error
         found = self._dll.ckv_abi_version()
         if found != ABI_VERSION:
             raise ToolError(f"{path}: expected kernel ABI {ABI_VERSION}, found {found}", hint="delete the file")
@@ -115,7 +118,7 @@ def build_host(extra_flags: tuple[str, ...] = ()) -> Library:
     sources = sorted(kernels_dir().glob("*.cu"))
     target = cache_dir() / f"coldkv-cpu-{_key(_version_text(compiler), _cpu_flags(), flags)}.so"
     with _locked(target):
-        if not target.exists():
+        if not _intact(target):
             with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
                 objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
                 commands = [
@@ -126,14 +129,38 @@ def build_host(extra_flags: tuple[str, ...] = ()) -> Library:
                     list(pool.map(_run_compiler, commands))
                 built = Path(work) / target.name
                 _run_compiler([*compiler, "-shared", "-pthread", *objects, "-o", str(built)])
-                os.replace(built, target)
+                _publish(built, target)
     return Library(target, "cpu")
+
+
+def _intact(target: Path) -> bool:
+    """Whether `target` is there as it was built: a library that was cut short kills whoever loads it."""
+    try:
+        return hashlib.sha256(target.read_bytes()).hexdigest() == target.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+
+
+def _publish(built: Path, target: Path) -> None:
+    try:
+        digest = hashlib.sha256(built.read_bytes()).hexdigest()
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(built, target)
+        note = built.with_suffix(".sha256")
+        note.write_text(digest)
+        os.replace(note, target.with_suffix(".sha256"))
+    except OSError as error:
+        raise ToolError(f"kernel build: {error.filename}: {error.strerror}; is CXX a C++ compiler?") from error
 
 
 def host_compiler() -> list[str]:
     """$CXX, else g++, c++ or clang++, as an argument list. Raises ToolError when there is none."""
     if named := os.environ.get("CXX"):
-        command = shlex.split(named)
+        try:
+            command = shlex.split(named)
+        except ValueError as error:
+            raise ToolError(f"C++ compiler: CXX is {named!r}: {error}", hint="unset CXX or correct it") from None
         if command and shutil.which(command[0]):
             return command
         raise ToolError(f"C++ compiler: CXX names {named!r}, which is not found", hint="unset CXX or correct it")

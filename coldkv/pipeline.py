@@ -11,6 +11,7 @@ from coldkv.formats import tier_formats
 from coldkv.geometry import Geometry
 from coldkv.tiers import HotPlane, empty_plane
 
+BF16_OVERFLOW = 2.0**128 * (1 - 2.0**-9)  # from here on rounding to bf16 gives infinity
 CHUNK_ELEMENTS = 1 << 21  # per chunk, 8 MiB as fp32: past the caches' point of diminishing returns, small against RAM
 
 
@@ -70,7 +71,15 @@ def read_counted(source: PlaneSource, fmt: str, geometry: Geometry, backend, sta
         finite = check_finite(values, source, start, nan)
         zeroed = 0 if finite is values else int((~torch.isfinite(values)).sum())
         ref = backend.load(finite, geometry)
-        return ref, backend.quantize(fmt, ref), zeroed
+        hot = backend.quantize(fmt, ref)
+        worst = max(map(abs, torch.aminmax(ref))) if fmt == "bf16" and values.dtype == torch.float32 else 0.0
+        if worst >= BF16_OVERFLOW:
+            raise InputError(
+                f"dump {source.path}: tensor {source.name}: {float(worst):g} in tokens {start} to {stop - 1} "
+                "is beyond bf16",
+                hint="use another tier",
+            )
+        return ref, hot, zeroed
     codes, scales = source.read_hot(start, stop)
     hot = empty_plane(fmt, (stop - start) // geometry.page_tokens * geometry.kv_heads, geometry)
     hot.codes.copy_(to_head_pages(codes, geometry))

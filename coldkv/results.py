@@ -79,6 +79,7 @@ DOCUMENT_TYPES: dict[str, tuple[type, bool]] = {
     "summary": (dict, False),
 }
 _KIND_NAMES = {str: "a string", int: "an integer", float: "a finite number", list: "a list", dict: "an object"}
+INT_LIMIT = 2**63  # beyond it no count is real, and float arithmetic overflows
 TABLE_MODES = ("layers", "tiers", "uniform")
 
 
@@ -185,6 +186,8 @@ def read_json(path: str | os.PathLike) -> dict:
         raise InputError(f"{path}: not valid JSON at {where}: {error.msg}; the file may be cut off") from None
     except RecursionError:
         raise InputError(f"{path}: not a result file: nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"{path}: not a result file: {str(error)[:80]}") from None
     if not isinstance(doc, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(doc).__name__}")
     return doc
@@ -283,14 +286,16 @@ def _is(value, kind: type) -> bool:
     if isinstance(value, bool):
         return False
     if kind is float:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    return isinstance(value, kind)
+        kind = int if isinstance(value, int) else float
+    if kind is float:
+        return isinstance(value, float) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is not int or abs(value) < INT_LIMIT)
 
 
 def _found(value) -> str:
     if value is None:
         return "null"
-    return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+    return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def _unknown(row: dict) -> dict:

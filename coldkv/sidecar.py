@@ -1,10 +1,8 @@
 """Geometry files: a small JSON of our own or a Hugging Face `config.json`, for dumps that carry no shapes."""
 
-import json
-from pathlib import Path
-
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
+from coldkv.jsontext import parse_json, read_small_file
 
 
 def read_geometry(path: str) -> Geometry:
@@ -13,15 +11,13 @@ def read_geometry(path: str) -> Geometry:
     page_tokens defaults to 64. Raises InputError naming the file and the key.
     """
     where = f"geometry {path}"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{where}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
+    content = parse_json(read_small_file(path, "geometry"), where)
     if not isinstance(content, dict):
         raise InputError(f"{where}: expected a JSON object, found {type(content).__name__}")
-    content = content.get("text_config", content)
+    nested = content.get("text_config")
+    if nested is not None and not isinstance(nested, dict):
+        raise InputError(f"{where}: text_config: expected an object, found {type(nested).__name__}")
+    content = nested or content
 
     def number(*keys: str) -> int | None:
         for key in keys:
@@ -40,7 +36,8 @@ def read_geometry(path: str) -> Geometry:
     if heads is None or head_dim is None:
         missing = "kv_heads or num_key_value_heads" if heads is None else "head_dim"
         raise InputError(f"{where}: expected {missing}, found keys {', '.join(sorted(map(str, content))[:8])}")
+    page_tokens = 64 if (page := number("page_tokens")) is None else page
     try:
-        return Geometry(head_dim, number("page_tokens") or 64, heads)
+        return Geometry(head_dim, page_tokens, heads)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error

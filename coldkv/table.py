@@ -1,16 +1,15 @@
 """Layer dtype tables: which hot tier each attention layer has, and how a table meets the layers of a dump."""
 
-import json
 import os
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from coldkv.errors import InputError
 from coldkv.formats import tier_formats
+from coldkv.jsontext import parse_json, read_small_file
 from coldkv.layers import format_layers, parse_layers
 
 # index among the attention layers -> tier; the production table of the seed's 16 attention layers (cold-pool.md)
@@ -108,14 +107,14 @@ def _collect(entries: Sequence[tuple[str, str]], where: str) -> dict[int, str]:
 
 def _read_table(path: str) -> LayerTable:
     where = f"table {path}"
-    try:
-        raw = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"{where}: {error.strerror or error}") from error
-    try:
-        content = tomllib.loads(raw.decode()) if path.lower().endswith(".toml") else json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid {Path(path).suffix[1:].upper()}: {error}") from error
+    text = read_small_file(path, "table")
+    if path.lower().endswith(".toml"):
+        try:
+            content = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not valid TOML: {error}") from error
+    else:
+        content = parse_json(text, where)
     if not isinstance(content, dict) or not isinstance(content.get("layers"), dict) or not content["layers"]:
         raise InputError(f'{where}: expected an object "layers" such as {{"0-3": "fp8"}}')
     unknown = sorted(set(content) - {"name", "index", "layers"})

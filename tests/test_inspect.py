@@ -157,7 +157,7 @@ def test_inspect_imports_no_torch(tmp_path, args):
 
 @pytest.mark.parametrize(
     ("content", "args", "words"),
-    [(b"", [], "the file is empty"), (b"\x10" * 64, [], "extension"), (None, [], "No such file")],
+    [(b"", [], "the file is empty"), (b"\x10" * 64, [], "extension"), (None, [], "no such file")],
 )
 def test_files_that_hold_nothing_known(tmp_path, content, args, words):
     path = tmp_path / "x.dat"

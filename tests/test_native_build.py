@@ -45,7 +45,7 @@ def test_two_processes_build_once(library, tmp_path):
     assert all(run.returncode == 0 for run in runs) and paths[0] == paths[1]
     sources = len(list(native.kernels_dir().glob("*.cu")))
     assert (tmp_path / "log").read_text().count("x") == sources + 1
-    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".lock", ".sha256", ".so"]
 
 
 def test_a_failing_compiler_is_one_clear_line(monkeypatch, tmp_path):

@@ -62,7 +62,7 @@ def test_files(tmp_path, suffix):
         ("0-3:fp8,4", "expected :tier after '4'"),
         ("3-0:fp8", "runs backwards"),
         (":fp8", "expected numbers and ranges"),
-        ("missing.toml", "table missing.toml: No such file"),
+        ("missing.toml", "table missing.toml: no such file"),
     ],
 )
 def test_bad_tables(text, message):

@@ -3,7 +3,6 @@
 import click
 
 from coldkv.atomic import atomic_path, check_output
-from coldkv.errors import InputError
 
 
 @click.command()
@@ -12,11 +11,25 @@ from coldkv.errors import InputError
 )
 @click.option("--tier", default="int8", show_default=True, help="Hot tier of the pages.")
 @click.option("--backend", default="auto", show_default=True, help="auto, cuda, cpu or torch.")
-@click.option("--threads", default=1, show_default=True, help="Threads of the cpu backend, and of its memcpy; 0 = all.")
+@click.option(
+    "--threads",
+    type=click.IntRange(0, 4096),
+    default=1,
+    show_default=True,
+    help="Threads of the cpu backend, and of its memcpy; 0 = all.",
+)
 @click.option("--head-dim", default=256, show_default=True, help="Channels of one head.")
 @click.option("--page-tokens", default=64, show_default=True, help="Tokens of one page.")
-@click.option("--head-pages", default=4096, show_default=True, help="Head-pages per call, past the caches.")
-@click.option("--repeat", default=7, show_default=True, help="Timed rounds; figures are medians.")
+@click.option(
+    "--head-pages",
+    type=click.IntRange(1, 1 << 24),
+    default=4096,
+    show_default=True,
+    help="Head-pages per call, past the caches.",
+)
+@click.option(
+    "--repeat", type=click.IntRange(1, 10_000), default=7, show_default=True, help="Timed rounds; figures are medians."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--results", type=click.Path(dir_okay=False), help="Write the JSON document to FILE.")
 def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages, repeat, as_json, results):
@@ -25,8 +38,6 @@ def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages
     Bytes are those read plus those written, for the operation and for memcpy alike. Operations and their memcpy take
     turns within a round, so that a busy machine slows both.
     """
-    if min(head_pages, repeat) < 1 or threads < 0:
-        raise InputError("bench: expected --head-pages and --repeat of at least 1 and --threads of at least 0")
     if results:
         check_output(results)
     from coldkv.bench import dumps, print_table, run_bench

@@ -32,7 +32,9 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
         from coldkv.dumps.sample import sample_path
 
         file = str(sample_path())
-    with open(file, "rb") as stream:
+    from coldkv.safetensors_stream import open_regular
+
+    with open(open_regular(file, "file")[0], "rb") as stream:
         start = stream.read(4)
     if start == SLOT_MAGIC or file.endswith(".slot"):
         from coldkv.inspection.slot import read_slot_file
@@ -72,7 +74,7 @@ def _show_pool(file, slot_name, as_hex, as_json) -> None:
 
 def _parse_slot_name(text: str) -> tuple[int, str, int, int]:
     parts = text.split(":")
-    if len(parts) != 4 or not all(parts[i].isascii() and parts[i].isdigit() for i in (0, 2, 3)):
+    if len(parts) != 4 or not all(parts[i].isascii() and parts[i].isdigit() and len(parts[i]) < 10 for i in (0, 2, 3)):
         raise InputError(f"--slot {text}: expected LAYER:PLANE:PAGE:HEAD such as 3:k:17:0")
     return int(parts[0]), parts[1], int(parts[2]), int(parts[3])
 

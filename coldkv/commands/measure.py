@@ -116,7 +116,7 @@ def _show(doc, name) -> None:
     from coldkv.report.load import ResultFile
 
     page = sections.page(ResultFile(name, "results", doc), with_rows=False)
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         render.rich_tables([page])
     else:
         click.echo(render.plain([page]))

@@ -121,7 +121,7 @@ def _show(files, fmt, with_rows, comparison, gates) -> None:
         click.echo(render.markdown(pages))
     elif fmt == "html":
         click.echo(render.html_page(pages))
-    elif sys.stdout.isatty():
+    elif sys.stdout is not None and sys.stdout.isatty():
         render.rich_tables(pages)
     else:
         click.echo(render.plain(pages))

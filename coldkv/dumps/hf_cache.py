@@ -14,6 +14,7 @@ from coldkv.dumps.model import (
     LayerDump,
     PlaneSource,
     check_meta,
+    check_plain_tensor,
     check_plane,
     finish_layers,
     layer_attention,
@@ -38,6 +39,7 @@ class TensorPlane(PlaneSource):
     """A plane in memory (or in a mapped file): `states` `[batch, kv_heads, tokens, head_dim]`, one batch row of it."""
 
     def __init__(self, path: str, name: str, states, batch: int, after_read=None):
+        states = states.detach()
         tokens_first = (states.shape[2], states.shape[1], states.shape[3])
         dtype = value_dtype(states)
         geometry = check_plane(path, name, dtype, tokens_first)
@@ -165,6 +167,7 @@ def _row(path: str, name: str, value, batch: int | None) -> int:
     where = f"dump {path}: tensor {name}"
     if not _is_tensor(value):
         raise InputError(f"{where}: expected a tensor, found {type(value).__name__}")
+    check_plain_tensor(path, name, value)
     if value.ndim != 4:
         raise InputError(f"{where}: expected [batch, kv_heads, tokens, head_dim], found shape {list(value.shape)}")
     size = value.shape[0]

@@ -30,6 +30,15 @@ def value_dtype(tensor) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
 
 
+def check_plain_tensor(path, name: str, tensor) -> None:
+    """Raises InputError for a torch tensor without ordinary memory behind it (sparse, meta, quantized)."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise InputError(f"dump {path}: tensor {name}: expected a plain dense tensor, found a {kind} one")
+
+
 class PlaneSource:
     """K or V of one layer: `[tokens, kv_heads, head_dim]`, read in slices of tokens.
 
@@ -274,7 +283,7 @@ def layer_attention(path, meta: dict, index: int) -> dict:
     window = entry.get("window")
     if window is None and kind == "sliding":
         window = meta.get("sliding_window")
-    if window is not None and (type(window) is not int or window < 1):
+    if window is not None and (type(window) is not int or not 1 <= window < 2**31):
         raise InputError(f"{where}: window: expected a positive whole number, found {str(window)[:40]}")
     numbers = {}
     for key in ("scaling", "softcap"):

@@ -8,6 +8,7 @@ needs memory for a whole member. bfloat16 arrays (ml_dtypes) appear in the file 
 import os
 import re
 import struct
+import tokenize
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ _MAX_DEFLATE_RATIO = 1040  # deflate reaches 1032; more is a forged size, caught
 _SKIP = 1 << 20
 # What zipfile, zlib and numpy's header parser raise on damaged bytes; between them they leave little out.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, TypeError, LookupError,
-           SyntaxError, NotImplementedError, RuntimeError, OverflowError)  # fmt: skip
+           SyntaxError, NotImplementedError, RuntimeError, OverflowError, tokenize.TokenError)  # fmt: skip
 
 
 @dataclass

@@ -18,6 +18,7 @@ from coldkv.dumps.model import (
     Dump,
     LayerDump,
     check_meta,
+    check_plain_tensor,
     check_queries,
     finish_layers,
     value_dtype,
@@ -120,7 +121,8 @@ def _named(path: str, content: dict) -> dict[int, dict]:
             continue
         if not isinstance(value, torch.Tensor):
             raise InputError(f"dump {path}: tensor {name}: expected a tensor, found {type(value).__name__}")
-        found.setdefault(int(match[1]), {})[match[2]] = value
+        check_plain_tensor(path, name, value)
+        found.setdefault(int(match[1]), {})[match[2]] = value.detach()
     if not found:
         raise InputError(
             f"dump {path}: no KV found in a dict with {', '.join(map(str, list(content)[:4])) or 'no keys'}",

@@ -198,7 +198,7 @@ def _with_extras(layout: LayerLayout, layer: LayerDump, longest: int) -> LayerLa
 def _sink_pages(layer: LayerDump, sink_tokens: int, page_tokens: int) -> frozenset[int]:
     """Pages with a token whose position in the text is below `sink_tokens`: the first ceil(sink_tokens / page_tokens)
     ones where positions are 0, 1, 2, ..., none where a sliding layer has dropped its first tokens."""
-    tokens = (layer.positions() < sink_tokens).nonzero()[:, 0]
+    tokens = (layer.positions() < min(sink_tokens, 2**62)).nonzero()[:, 0]
     return frozenset((tokens // page_tokens).unique().tolist())
 
 
