@@ -268,7 +268,7 @@ def peak():  # not ru_maxrss, which a process inherits from the one that started
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0])
 peaks = []
-for count in (4, 20):
+for count in (4, 4, 16):  # the first round also pays for what is loaded once
     dump, pool, out = (str(folder / f"{count}.{end}") for end in ("safetensors", "ckv", "out.safetensors"))
     common = ["--backend", "torch"]
     window = ["--cold-keep-tokens", "3900", "--codec", "e2m1-g64"]  # few cold pages: about buffers, not arithmetic
@@ -280,17 +280,21 @@ print(*peaks, file=sys.stderr)
 """
 
 
-def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path, monkeypatch):
+    # fixed thresholds: by default the allocator keeps what was freed, more or less of it as threads happen to be timed
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(128 << 10))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(128 << 10))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     block = values(64 * 64, 2, 256, 1)  # 4 MiB
-    for layers in (4, 20):
+    for layers in (4, 16):
         tensors = {f"layers.{i}.{p}": block for i in range(layers) for p in "kv"}
         path = tmp_path / f"{layers}.safetensors"
         make_dump(path, {0: {}}, page_tokens=64, change=lambda found, new=tensors: (found.clear(), found.update(new)))
     done = python(MEMORY, tmp_path)
     assert done.code == 0, done.err
     few, many = (int(kib) for kib in done.err.split()[-2:])
-    # the allocator takes a while to settle, but nothing near the 128 MiB by which the dump grew
-    assert many - few < 48 << 10, f"{few} KiB for 32 MiB of dump, {many} KiB for 160 MiB"
+    # holding all layers would cost the 96 MiB by which the dump grew, or more
+    assert many - few < 32 << 10, f"{few} KiB for 32 MiB of dump, {many} KiB for 128 MiB"
 
 
 def test_the_sample_goes_round(tmp_path, capsys):
