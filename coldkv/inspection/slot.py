@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from coldkv.codecs import all_codecs, get_codec
+from coldkv.codecs import Codec, all_codecs
 from coldkv.codecs.rawslot import FLAG_ISO3, FLAG_VALID, MAGIC, raw_layout
 from coldkv.errors import InputError
 from coldkv.formats import format_of
@@ -42,23 +42,23 @@ def read_slot_file(path: str, geometry: Geometry) -> bytes:
         return file.read()
 
 
-def describe(record: bytes, geometry: Geometry, *, codec_id: str | None = None, fmt: str | None = None) -> dict:
-    """Everything about one slot as JSON types. `codec_id` and `fmt` (hot plane format) are guessed if not given.
+def describe(record: bytes, geometry: Geometry, *, codec: Codec | None = None, fmt: str | None = None) -> dict:
+    """Everything about one slot as JSON types. `codec` and `fmt` (hot plane format) are guessed if not given.
 
     Raises InputError if no codec packs this geometry into as many bytes.
     """
     at = raw_layout(geometry)
     raw = np.frombuffer(record, np.uint8)
-    codec, fmt, problems = _identify(raw, geometry, codec_id, fmt)
+    codec, fmt, problems = _identify(raw, geometry, codec, fmt)
     version = int.from_bytes(record[4:6], "little")
     alphabet = format_of(fmt).alphabet or "e2m1"
     page_scale = float(np.frombuffer(record, "<f4", 1, 8)[0]) if version == PAGE_SCALE_VERSION else 1.0
-    if not get_codec(codec).raw_slot:
+    if not codec.raw_slot:
         return {
             "bytes": len(record),
             "page_tokens": geometry.page_tokens,
             "head_dim": geometry.head_dim,
-            "codec": codec,
+            "codec": codec.id,
             "plane_format": fmt,
             "empty": not raw.any(),
             "bytes_head": record[:BYTES_PER_LINE].hex(),
@@ -68,7 +68,7 @@ def describe(record: bytes, geometry: Geometry, *, codec_id: str | None = None, 
         "bytes": len(record),
         "page_tokens": geometry.page_tokens,
         "head_dim": geometry.head_dim,
-        "codec": codec,
+        "codec": codec.id,
         "plane_format": fmt,
         "alphabet": alphabet,
         "empty": not raw.any(),
@@ -131,21 +131,29 @@ def hex_dump(record: bytes, geometry: Geometry, *, places: bool = True) -> str:
     return "\n".join(lines)
 
 
-def _identify(raw, geometry: Geometry, codec_id: str | None, fmt: str | None) -> tuple[str, str, list[str]]:
+def _identify(raw, geometry: Geometry, codec: Codec | None, fmt: str | None) -> tuple[Codec, str, list[str]]:
     """The codec and plane format with the fewest objections to these bytes, and the objections."""
-    codecs = [get_codec(codec_id)] if codec_id else all_codecs()
     tried = []
-    for codec in codecs:
-        for candidate in [fmt] if fmt else codec.formats:
-            if codec.fits(candidate) and codec.slot_bytes(geometry, candidate) == raw.size:
-                found = [problem for _, problem in codec.check_slots(raw[None], geometry, candidate)]
-                tried.append((len(found), codec.id, candidate, found))
+    for maybe in [codec] if codec else all_codecs():
+        known = maybe.with_stride(raw.size) if maybe.needs_stride else maybe  # any size can be one of a sized codec
+        for candidate in [fmt] if fmt else known.formats:
+            if known.fits(candidate) and _bytes_of(known, geometry, candidate) == raw.size:
+                found = [problem for _, problem in known.check_slots(raw[None], geometry, candidate)]
+                tried.append((len(found), known, candidate, found))
     if not tried:
         raise InputError(
             f"slot: no codec packs {fmt or 'this'} planes into {raw.size} bytes; check --codec and --format"
         )
     _, best, candidate, problems = min(tried, key=lambda entry: entry[0])
     return best, candidate, problems
+
+
+def _bytes_of(codec: Codec, geometry: Geometry, fmt: str) -> int | None:
+    """Slot bytes, None where the codec's layout does not fit into the size it was given."""
+    try:
+        return codec.slot_bytes(geometry, fmt)
+    except InputError:
+        return None
 
 
 def _fields(record: bytes, version: int, page_scale: float) -> list[dict]:
