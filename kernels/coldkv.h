@@ -88,9 +88,41 @@ CKV_API int ckv_stats_cpu(int64_t n, int32_t heads, int32_t rows, int32_t head_d
   CKV_API int ckv_##stem##_restore_cuda(const ckv_plane_desc* desc, const uint8_t* slots, int64_t stride, void* codes,            \
                                         void* scales, void* stream);
 
+/* Codec ecq: parameters of one layer's plane. head-page i of a call belongs to head i % heads. The four arrays are all NULL
+ * (uncalibrated: mean 0, weight 1, prior 0) or all given; device pointers in the _cuda functions, the struct itself is always in
+ * host memory. */
+typedef struct ckv_ecq_params {
+  const float* mean;     /* [heads, D] subtracted before quantization */
+  const float* weight;   /* [heads, D] u > 0: restored = mean + k * step * u */
+  const float* gain;     /* [heads, D] 1 / u in fp32 */
+  const int16_t* prior;  /* [heads, D] 16 log2 of the mean magnitude of residuals at step 1, per channel */
+  int32_t heads;         /* 1..256 */
+  int32_t step;          /* sixteenths of an octave, -400..400, relative to the root mean square of a row (of the page without rows) */
+  int32_t rows;          /* 1: every row has its own scale; 0: one scale for the page */
+  int32_t fill;          /* 0..63: how many sixteenths of an octave finer a page may be coded where its slot has room */
+  float rounding;        /* |k| = floor(|z| + rounding); 0.5 is nearest */
+  uint32_t check;        /* low 8 bits: stored in slots, compared when they are read */
+} ckv_ecq_params;
+
 CKV_DECLARE_CODEC(e2m1_g64)
 CKV_DECLARE_CODEC(e2m1_g16)
 CKV_DECLARE_CODEC(native)
+
+
+/* encode: a page that does not fit `stride` is coded with a coarser step; valid[i] = 0 only for values that cannot be coded at all
+ * (not finite, or a row whose mean square overflows). lengths: slot bytes of each head-page at the nominal step, INT32_MAX where
+ * it cannot be coded. */
+#define CKV_DECLARE_ECQ(suffix, tail)                                                                                             \
+  CKV_API int ckv_ecq_encode_##suffix(const ckv_plane_desc* desc, const void* codes, const void* scales, uint8_t* slots,          \
+                                      int64_t stride, int32_t* valid, const ckv_ecq_params* params, tail);                        \
+  CKV_API int ckv_ecq_lengths_##suffix(const ckv_plane_desc* desc, const void* codes, const void* scales, int32_t* lengths,       \
+                                       const ckv_ecq_params* params, tail);                                                       \
+  CKV_API int ckv_ecq_decode_##suffix(const ckv_plane_desc* desc, const uint8_t* slots, int64_t stride, float* out,               \
+                                      const ckv_ecq_params* params, tail);                                                        \
+  CKV_API int ckv_ecq_restore_##suffix(const ckv_plane_desc* desc, const uint8_t* slots, int64_t stride, void* codes,             \
+                                       void* scales, const ckv_ecq_params* params, tail);
+CKV_DECLARE_ECQ(cpu, int threads)
+CKV_DECLARE_ECQ(cuda, void* stream)
 
 CKV_API int ckv_quantize_cuda(const ckv_plane_desc* desc, const float* x, void* codes, void* scales, void* stream);
 CKV_API int ckv_dequantize_cuda(const ckv_plane_desc* desc, const void* codes, const void* scales, float* x, void* stream);
