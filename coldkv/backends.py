@@ -227,6 +227,7 @@ class _NativeBackend(TorchBackend):
         except KernelError as error:
             if error.code == SLOT_ERROR:
                 _refuse_bad_slots(codec, slots, geometry, fmt)
+                codec.decode_torch(slots.cpu(), geometry, fmt)  # no header is bad: the oracle names the stream
             raise
 
 
