@@ -1,0 +1,88 @@
+"""Needles: sentences with a random key and value put into the prefix, asked for at its end.
+
+Every needle lies in pages that go cold; the question comes after the prefix, so only cold pages know the answer.
+"""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from coldkv.errors import InputError
+from coldkv.evaluation.model_run import ModelRun, copy_cache
+
+MOST_NEEDLES = 8
+ROOM = 3  # tokens of cold text per token of a needle, so that the needles do not become the text
+KEYS = (
+    "Athens", "Bergen", "Cairo", "Dakar", "Dublin", "Geneva", "Havana", "Jakarta", "Kyoto", "Lima", "Lisbon", "Madrid",
+    "Nairobi", "Oslo", "Paris", "Prague", "Quito", "Rome", "Seoul", "Tokyo", "Tunis", "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
+DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Needle:
+    """`ids` of the sentence, `start`: token of the prefix where it begins, `question` ids, and the `value` asked for.
+
+    `answer_tokens`: how many tokens the model may take to say it.
+    """
+
+    ids: list[int]
+    start: int
+    question: list[int]
+    value: str
+    answer_tokens: int
+
+
+def place_needles(tokenizer, text_ids: list[int], prefix: int, cold_tokens: list[int], seed: str):
+    """(prefix ids int64 `[1, prefix]` with needles in them, the needles), evenly spread over the cold tokens.
+
+    `cold_tokens`: ascending positions, without gaps. InputError if not even one needle fits.
+    """
+    rng = random.Random(seed)
+    spoken = [_speak(tokenizer, key, rng) for key in rng.sample(KEYS, MOST_NEEDLES)]
+    longest = max(len(ids) for ids, *_ in spoken)
+    count = min(MOST_NEEDLES, len(cold_tokens) // (ROOM * longest))
+    if count < 1:
+        raise InputError(
+            f"needle: expected {ROOM * longest} or more cold tokens for a needle, found {len(cold_tokens)}",
+            hint="use a larger --prefix",
+        )
+    step = len(cold_tokens) / count
+    needles = []
+    for number, (ids, question, value, answer) in enumerate(spoken[:count]):
+        start = cold_tokens[int(number * step + (step - len(ids)) / 2)]
+        needles.append(Needle(ids, start, question, value, answer))
+    filled, rest = [], iter(text_ids)
+    for needle in needles:
+        filled += [next(rest) for _ in range(needle.start - len(filled))]
+        filled += needle.ids
+    filled += [next(rest) for _ in range(prefix - len(filled))]
+    return torch.tensor([filled], dtype=torch.int64), needles
+
+
+def _speak(tokenizer, key: str, rng: random.Random):
+    value = "".join(rng.choice("0123456789") for _ in range(DIGITS))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    question = f"\nThe secret number of {key} is"
+    answer = encode(f" {value}")
+    return encode(f"{question} {value}.\n"), encode(question), value, len(answer) + 2
+
+
+def answer(run: ModelRun, cache, needle: Needle) -> list[int]:
+    """Token ids that the model says greedily when asked; `cache` is left as it is."""
+    cache = copy_cache(cache)
+    ids, said = torch.tensor([needle.question], dtype=torch.int64), []
+    for _ in range(needle.answer_tokens):
+        said.append(int(run.logits(cache, ids, keep=1)[-1].argmax()))
+        ids = torch.tensor([[said[-1]]], dtype=torch.int64)
+    return said
+
+
+def retrieved(run: ModelRun, tokenizer, cache, needles: list[Needle]) -> float:
+    """Fraction of the needles whose value is in what the model says."""
+    found = [needle.value in tokenizer.decode(answer(run, cache, needle)) for needle in needles]
+    return sum(found) / len(found)
