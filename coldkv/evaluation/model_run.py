@@ -43,7 +43,7 @@ def _whole_sliding_layer(base=None) -> type:
 
 
 class ModelRun:
-    """A causal model from its logits' point of view. All calls are without gradients; batch size 1."""
+    """A causal model from its logits' point of view. All calls are without gradients."""
 
     def __init__(self, model, name: str):
         self.model, self.name = model.eval(), name
@@ -66,12 +66,12 @@ class ModelRun:
         return cache
 
     def logits(self, cache: Any, input_ids: torch.Tensor, *, keep: int = 0) -> torch.Tensor:
-        """Logits `[tokens, vocabulary]` of `input_ids` after what `cache` holds; the cache grows by them.
+        """Logits `[batch, tokens, vocabulary]` of `input_ids` after what `cache` holds; the cache grows by them.
 
         `keep`: only those of the last so many tokens, 0 for all.
         """
         with self._explained():
-            return self._forward(input_ids, cache, keep=keep)[0, -keep:]
+            return self._forward(input_ids, cache, keep=keep)[:, -keep:]
 
     def _forward(self, input_ids, cache, *, keep: int):
         options = {self._cache_name: cache, "use_cache": True}

@@ -12,6 +12,7 @@ from coldkv.errors import InputError
 from coldkv.evaluation.model_run import ModelRun, copy_cache
 
 MOST_NEEDLES = 8
+TOGETHER = 4  # questions asked in one batch; each holds a copy of the cache
 ROOM = 3  # tokens of cold text per token of a needle, so that the needles do not become the text
 KEYS = (
     "Athens", "Bergen", "Cairo", "Dakar", "Dublin", "Geneva", "Havana", "Jakarta", "Kyoto", "Lima", "Lisbon", "Madrid",
@@ -72,17 +73,34 @@ def _speak(tokenizer, key: str, rng: random.Random):
     return encode(f"{question} {value}.\n"), encode(question), value, len(answer) + 2
 
 
-def answer(run: ModelRun, cache, needle: Needle) -> list[int]:
-    """Token ids that the model says greedily when asked; `cache` is left as it is."""
+def answers(run: ModelRun, cache, needles: list[Needle]) -> list[list[int]]:
+    """Token ids that the model says greedily when asked for each needle; `cache` is left as it is."""
+    said: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
+    for number, needle in enumerate(needles):
+        by_length.setdefault(len(needle.question), []).append(number)
+    for numbers in by_length.values():
+        for first in range(0, len(numbers), TOGETHER):
+            batch = numbers[first : first + TOGETHER]
+            said |= dict(zip(batch, _ask(run, cache, [needles[i] for i in batch]), strict=True))
+    return [said[number][: needle.answer_tokens] for number, needle in enumerate(needles)]
+
+
+def _ask(run: ModelRun, cache, needles: list[Needle]) -> list[list[int]]:
+    """One batch of questions of equal length."""
     cache = copy_cache(cache)
-    ids, said = torch.tensor([needle.question], dtype=torch.int64), []
-    for _ in range(needle.answer_tokens):
-        said.append(int(run.logits(cache, ids, keep=1)[-1].argmax()))
-        ids = torch.tensor([[said[-1]]], dtype=torch.int64)
-    return said
+    with torch.inference_mode():
+        cache.reorder_cache(torch.zeros(len(needles), dtype=torch.int64, device=run.device))  # as many copies
+    ids = torch.tensor([needle.question for needle in needles], dtype=torch.int64)
+    said = []
+    for _ in range(max(needle.answer_tokens for needle in needles)):
+        said.append(run.logits(cache, ids, keep=1)[:, -1].argmax(dim=-1).cpu())
+        ids = said[-1][:, None]
+    return torch.stack(said, dim=1).tolist()
 
 
 def retrieved(run: ModelRun, tokenizer, cache, needles: list[Needle]) -> float:
     """Fraction of the needles whose value is in what the model says."""
-    found = [needle.value in tokenizer.decode(answer(run, cache, needle)) for needle in needles]
+    said = answers(run, cache, needles)
+    found = [needle.value in tokenizer.decode(ids) for needle, ids in zip(needles, said, strict=True)]
     return sum(found) / len(found)

@@ -50,8 +50,7 @@ ROW_TYPES: dict[str, tuple[type, bool]] = {
 }
 ROW_COLUMNS = tuple(ROW_TYPES)
 # What makes two rows answers to the same question; compared by content, see `row_key`.
-SETTINGS = ("policy", "keep_tokens", "sink_tokens", "tokens", "tier", "layers", "page_tokens", "prefix", "cold_tokens")
-ROW_KEY = ("model", "text", "codec", *SETTINGS)
+SETTINGS = ("policy", "keep_tokens", "sink_tokens", "tokens", "tier", "layers", "page_tokens", "prefix")
 
 RUN_TYPES: dict[str, tuple[type, bool]] = {
     "version": (str, False),

@@ -90,7 +90,7 @@ class Evaluation:
         codecs = choose_codecs(self.wanted, [assignment])
         chosen = _pair(layers, assignment)
         window, targets = ids[:, s.prefix : -1], ids[0, s.prefix + 1 :]
-        base = reference(self.run.logits(copy_cache(cache), window), targets)
+        base = reference(self.run.logits(copy_cache(cache), window)[0], targets)
         cold = ColdPages(cache, chosen, self.pages, s.page_tokens, self.backend)
         needles = self._needles(name, ids, chosen) if s.needle else None
         rows = []
@@ -98,7 +98,7 @@ class Evaluation:
             label = HOT if codec is None else codec.label
             altered = copy_cache(cache)
             cost = cold.through(altered, codec)
-            figures = compare(base, self.run.logits(altered, window), targets).figures(base)
+            figures = compare(base, self.run.logits(altered, window)[0], targets).figures(base)
             del altered
             found = needles(codec) if needles else {"needle": None, "needle_base": None, "needles": 0}
             rows.append(
