@@ -101,6 +101,10 @@ def _evaluate(model_path, texts, table, wanted, backend_name, threads, dtype, se
     from coldkv.models import load_model, stderr_message
 
     read = {name: read_text(path) for name, path in texts.items()}
+    same = {digest: name for name, (_, digest) in read.items()}
+    for name, (_, digest) in read.items():
+        if same[digest] != name:
+            raise InputError(f"text {same[digest]}: has the same content as {name}; name it once")
     backend = get_backend(backend_name, threads=threads)
     threads_before = torch.get_num_threads()
     if threads:

@@ -69,8 +69,11 @@ def _speak(tokenizer, key: str, rng: random.Random):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     question = f"\nThe secret number of {key} is"
-    answer = encode(f" {value}")
-    return encode(f"{question} {value}.\n"), encode(question), value, len(answer) + 2
+    answer, ids = encode(f" {value}"), encode(f"{question} {value}.\n")
+    said = tokenizer.decode(ids)
+    if key not in said or value not in said:
+        raise InputError(f"needle: the tokenizer cannot write 'The secret number of {key} is {value}'")
+    return ids, encode(question), value, len(answer) + 2
 
 
 def answers(run: ModelRun, cache, needles: list[Needle]) -> list[list[int]]:
@@ -101,6 +104,10 @@ def _ask(run: ModelRun, cache, needles: list[Needle]) -> list[list[int]]:
 
 def retrieved(run: ModelRun, tokenizer, cache, needles: list[Needle]) -> float:
     """Fraction of the needles whose value is in what the model says."""
-    said = answers(run, cache, needles)
+    return score(tokenizer, needles, answers(run, cache, needles))
+
+
+def score(tokenizer, needles: list[Needle], said: list[list[int]]) -> float:
+    """Fraction of the needles whose value is in the answer to them."""
     found = [needle.value in tokenizer.decode(ids) for needle, ids in zip(needles, said, strict=True)]
     return sum(found) / len(found)

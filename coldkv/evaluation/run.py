@@ -136,13 +136,15 @@ class Evaluation:
     def _assign(self, layers: list[KvLayer]) -> Assignment:
         existing = [layer.index for layer in layers]
         selected = select_layers(self.settings.layers, existing, f"model {self.loaded.name}")
-        assignment = assign(self.table, existing, selected=selected)
+        assignment = assign(self.table, existing, selected=selected, of="model")
         if assignment.mode == "tiers":
             raise InputError(
                 f"table {assignment.name}: is for another number of layers than model {self.loaded.name} has "
                 f"({len(existing)} with KV), so no layer of it has a tier",
                 hint="use --tier, or a table that names the model's layers",
             )
+        for note in assignment.notes:
+            self.message(f"note: {note}")
         return assignment
 
     def _needles(self, name: str, ids, chosen) -> Callable[[Codec | None], dict]:
