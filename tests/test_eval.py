@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from clirun import in_process
 from tinymodels import (
     byte_tokenizer,
@@ -17,8 +18,10 @@ from tinymodels import (
     gemma2,
     gemma3,
     gpt_oss,
+    jamba,
     llama,
     qwen3_next,
+    recurrent_gemma,
     save_folder,
     word_tokenizer,
 )
@@ -26,7 +29,7 @@ from tinymodels import (
 from coldkv import tiers
 from coldkv.backends import TorchBackend
 from coldkv.codecs import Codec, get_codec
-from coldkv.errors import InputError
+from coldkv.errors import InputError, ToolError
 from coldkv.evaluation import divergence, needle
 from coldkv.evaluation.coldcache import ColdPages, cold_pages, kv_layers
 from coldkv.evaluation.model_run import ModelRun, copy_cache
@@ -146,15 +149,18 @@ def states(cache):
     return found
 
 
-@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])
+@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3", "jamba"])
 def test_prefix_then_window_is_the_model_itself(name):
     """Sliding layers keep all tokens here; the masks must still let each query see only its window."""
-    model = {**MODELS, "deepseek_v3": deepseek_v3}[name]()
+    model = {**MODELS, "deepseek_v3": deepseek_v3, "jamba": jamba}[name]()
     run, tokens = ModelRun(model, name), ids()
     cache = run.prefill(tokens[:, :PREFIX])
     layers = kv_layers(cache, PREFIX, run.config)
-    assert [layer.index for layer in layers] == ([3] if name == "qwen3_next" else list(range(len(cache.layers))))
+    with_kv = {"qwen3_next": [3], "jamba": [1, 3]}.get(name, list(range(len(cache.layers))))
+    assert [layer.index for layer in layers] == with_kv
     assert {layer.tokens for layer in layers} == {PREFIX}
+    run.check_continuation(cache, tokens[:, :PREFIX], tokens[:, PREFIX:])
+    assert run.stepwise == (name == "jamba")
     before = {key: value.clone() for key, value in states(cache).items()}
     found = run.logits(copy_cache(cache), tokens[:, PREFIX:-1])[0]
     with torch.inference_mode():
@@ -163,6 +169,27 @@ def test_prefix_then_window_is_the_model_itself(name):
     assert all(torch.equal(before[key], value) for key, value in states(cache).items()), "the copy alone grew"
     again = run.logits(copy_cache(cache), tokens[:, PREFIX:-1])[0]
     assert torch.equal(found, again), "recurrent states belong to the copy, too"
+
+
+def test_a_hybrid_that_forgets_is_read_token_by_token():
+    hot, row = evaluate(jamba(), [get_codec("e2m1-g16")])
+    model, tokens = jamba(), ids()
+    with torch.inference_mode():
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0, PREFIX:]
+    loss = torch.nn.functional.cross_entropy(logits.double(), tokens[0, PREFIX + 1 :])
+    assert row["ppl_base"] == pytest.approx(math.exp(loss), rel=1e-3)
+    assert row["layers"] == "1,3" and 0 < hot["kl_mean"] < row["kl_mean"]
+
+
+def test_a_model_whose_state_is_not_in_its_cache_is_refused():
+    with pytest.raises(ToolError, match="model tiny: does not go on from its cache as it does without one: KL "):
+        evaluate(recurrent_gemma(), [get_codec("e2m1-g16")])
+
+
+def test_a_model_without_kv_is_refused():
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(InputError, match="the model has no layer with KV in its cache"):
+        evaluate(transformers.MambaForCausalLM(config), [get_codec("e2m1-g16")])
 
 
 @pytest.mark.parametrize(

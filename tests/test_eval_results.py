@@ -216,7 +216,7 @@ def test_the_gate_on_the_command_line(write, capsys):
 def test_what_is_shown(write, capsys, fmt):
     done = in_process(capsys, "report", write(doc()), "--format", fmt)
     assert done.code == 0 and done.err == ""
-    for text in ("2048 tokens, of them cold 640; window 512", "keep 128, sink 64", "1.830x", "75% of 100%", "90.0%"):
+    for text in ("2048 tokens, of them cold 640; window 512", "keep 128, sink 64", "1.830x", "75% / 100%", "90.0%"):
         assert text in done.out
     assert ("By text" in done.out) is False, "several texts: only the lines over all of them"
     assert "By text" in in_process(capsys, "report", write(doc()), "--format", fmt, "--rows").out

@@ -59,6 +59,21 @@ def qwen3_next(**changes):
     )  # fmt: skip
 
 
+def jamba():
+    """Its recurrent layers forget their state when they are given several tokens after it."""
+    return build(
+        transformers.JambaConfig(
+            **COMMON, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
+            num_experts_per_tok=1, use_mamba_kernels=False,
+        )
+    )  # fmt: skip
+
+
+def recurrent_gemma():
+    """Keeps its recurrent state in the model, not in the cache."""
+    return build(transformers.RecurrentGemmaConfig(**COMMON, num_hidden_layers=3, attention_window_size=6))
+
+
 def deepseek_v3():
     options = {**COMMON, "num_key_value_heads": 4}
     return build(

@@ -86,6 +86,7 @@ class Evaluation:
         self.message(f"{name}: {s.prefix} tokens, then {s.window} without cold pages")
         cache = self.run.prefill(ids[:, : s.prefix])
         layers = kv_layers(cache, s.prefix, self.run.config)
+        self.run.check_continuation(cache, ids[:, : s.prefix], ids[:, s.prefix :])
         assignment = self._assign(layers)
         codecs = choose_codecs(self.wanted, [assignment])
         chosen = _pair(layers, assignment)

@@ -206,13 +206,13 @@ def _eval_sections(doc: dict, with_rows: bool) -> list[Section]:
     return sections
 
 
-EVAL_COLUMNS = ["codec", "head-pages", "hot bytes", "cold bytes", "ratio", "bits/element", "perplexity", "unquantized"]
-EVAL_COLUMNS += ["KL", "KL p99", "top-1", "needles"]
+EVAL_COLUMNS = ["codec", "head-pages", "hot bytes", "cold bytes", "ratio", "bits/element", "perplexity", "base"]
+EVAL_COLUMNS += ["KL", "KL p99", "top-1", "needles / base"]
 
 
 def _eval_cells(row: dict) -> list[str]:
     found = row["needle"]
-    needles = "-" if found is None else f"{found:.0%} of {row['needle_base']:.0%}"
+    needles = "-" if found is None else f"{found:.0%} / {row['needle_base']:.0%}"
     counts = [f"{row[column]:,}" for column in ("pages", "hot_bytes", "cold_bytes")]
     figures = [number(row[column]) for column in ("bits_per_element", "ppl", "ppl_base", "kl_mean", "kl_p99")]
     return [row["codec"], *counts, times(row["ratio"]), *figures, f"{row['top1']:.1%}", needles]
