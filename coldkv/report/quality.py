@@ -9,7 +9,8 @@ from coldkv.report.notes import Note
 
 SAME, LOWER, HIGHER = 0, -1, 1
 # A model's logits depend on the order of sums in its matrix products, hence on the machine: bytes are compared
-# exactly, and what was predicted within a tolerance that another CPU or thread count stays below.
+# exactly, what was predicted within a tolerance. Gemma 3 270M in fp32, SSE against AVX products: mean KL 0.02%, its
+# percentile 0.13%, perplexity 0.008%, one token in 128 with another first choice.
 DIRECTIONS = {
     "pages": SAME,
     "elements": SAME,
@@ -27,7 +28,7 @@ DIRECTIONS = {
     "needle_base": SAME,
     "invalid_pages": LOWER,
 }
-RELATIVE = {"ratio": 1e-6, "bits_per_element": 1e-6, "ppl": 0.01, "ppl_base": 0.01, "kl_mean": 0.1, "kl_p99": 0.2}
+RELATIVE = {"ratio": 1e-6, "bits_per_element": 1e-6, "ppl": 1e-3, "ppl_base": 1e-3, "kl_mean": 0.02, "kl_p99": 0.05}
 ABSOLUTE = {"kl_mean": 1e-6, "kl_p99": 1e-5, "top1": 0.01}
 DESTROYED_KL = 1.0  # nats per token: the model says something else
 LEAST_NEEDLES = 0.5  # a model that finds fewer unquantized cannot tell what going cold costs
