@@ -131,7 +131,7 @@ class Ecq(SizedCodec):
         return round_up(_stream_at(geometry.page_tokens, True), 16)
 
     def choose_stride(self, lengths, geometry, fmt, *, overflow_bytes=None):
-        """The mean of what the head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
+        """The mean of what head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
         lengths = lengths[lengths != NEVER]
         least = self.least_stride(geometry, fmt)
         return max(least, round_up(int(np.ceil(lengths.mean())), 16)) if len(lengths) else least
@@ -145,6 +145,20 @@ class Ecq(SizedCodec):
         need = _stream_at(geometry.page_tokens, page.rows) + 2 * words
         never = ~page.valid | (words > MOST_WORDS)
         return torch.where(never, torch.full_like(need, NEVER), need).to(torch.int32)
+
+    def residual_magnitudes(self, plane, geometry):
+        """Torch: fp64 `[kv_heads, head_dim]`, mean |residual| of each channel at the nominal step, which `prior` tells."""
+        import torch
+
+        page = _Pages(self, plane, geometry)
+        k, _ = page.integers(torch.zeros(page.n, dtype=torch.int64))
+        model, total = _Model(torch.zeros_like(k[:, 0])), torch.zeros_like(k[:, 0])
+        for t in range(page.T):
+            residual = k[:, t] - model.predicted()
+            total += residual.abs().clamp(max=REACH)
+            model.learn(k[:, t], residual)
+        mean = total[:, : page.D].double() / page.T
+        return mean.reshape(-1, geometry.kv_heads, page.D).mean(dim=0)
 
     # ---- parameters
 
@@ -388,16 +402,22 @@ class _Pages:
         chosen[waiting] = MOST_COARSER + 1
         return chosen
 
+    def integers(self, coarser):
+        """Integers int64 `[n, T, P]` and header steps int64 `[n]` with steps `coarser` (int64 `[n]`) above nominal."""
+        import torch
+
+        step = self.codec.nominal_step + 2 * self.reference + coarser
+        q = 1.0 / _step_value(step[:, None] - 2 * self.row_bytes)
+        z = self.y * q[:, :, None]
+        k = (z.abs().clamp(max=32767.0) + torch.tensor(self.codec.rounding, dtype=torch.float32)).long()
+        return torch.where(z < 0, -k, k), step
+
     def attempt(self, coarser):
         """(words needed int64 `[n]`, what `slots` needs) with steps `coarser` (int64 `[n]`) above the nominal one."""
         import torch
 
         codec = self.codec
-        step = codec.nominal_step + 2 * self.reference + coarser
-        q = 1.0 / _step_value(step[:, None] - 2 * self.row_bytes)
-        z = self.y * q[:, :, None]
-        k = (z.abs().clamp(max=32767.0) + torch.tensor(codec.rounding, dtype=torch.float32)).long()
-        k = torch.where(z < 0, -k, k)
+        k, step = self.integers(coarser)
         if codec._plane is None:
             sums = k.abs().clamp(max=REACH).sum((1, 2))
             a = torch.div(sums << 10, self.T * self.D, rounding_mode="floor") + 1
@@ -461,7 +481,7 @@ class _Pages:
 
 
 def _read(codec: Ecq, slots, geometry: Geometry):
-    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError where a stream is damaged."""
+    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError: a damaged stream."""
     import torch
 
     raw = slots.cpu().numpy()
