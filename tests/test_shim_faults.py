@@ -6,13 +6,12 @@ from functools import cache
 import pytest
 import torch
 from shim.backend import SEEDS, Shim, ShimFault
-from shim.build import FOLDER, build
+from shim.build import SELF_TESTS, build
 
 from coldkv import native
 from coldkv.errors import ToolError
 
 N, BLOCK = 1024, 256
-FAULTS = sorted((FOLDER / "faults").glob("*.cu"))
 
 # What `out` holds after the sound version; it starts as zeros.
 EXPECTED = {
@@ -32,27 +31,35 @@ EXPECTED = {
     "shared_out_of_range": lambda x: torch.nn.functional.pad(x.view(-1, BLOCK)[:, :-1], (1, 0)),
     "uninitialised": lambda x: (x.view(-1, BLOCK) > 0).sum(1, keepdim=True).expand(-1, BLOCK),
     "warp_order": lambda x: x.view(-1, 32).flip(1),
+    "wrong_mask": lambda x: in_lanes(24, (x.view(-1, 32)[:, :24] > 0).sum(1, keepdim=True)),
 }
 
 # What the planted version is reported as: after "kernel NAME block (x,0,0) thread T".
-BARRIER = r"waits at __syncthreads \(divergent_barrier.cu:\d+\); thread \d+ waits at __syncthreads \(divergent_barrier"
+DIVERGENT = r"waits at __syncthreads \(divergent_barrier.cu:\d+\); thread \d+ waits at __syncthreads"
+EXITED = r"waits at __ballot_sync \(exited_lane.cu:\d+\) for lanes ffffffff; lane 2\d has exited"
+MISSING = r"waits at __shfl_xor_sync \(missing_lane.cu:\d+\) .* waits at __syncthreads"
+ACCESS = r"(reads|writes) 4 bytes at byte \d+ of"
+SHARED_RACE = rf"{ACCESS} a shared array, where thread \d+ has (read|written)"
+PAST_END = "4 bytes 0 bytes past the end of"
 REPORTS = {
-    "block_race": ("race", r"(reads|writes) 4 bytes at byte \d+ of argument 3 .*, where another block of the launch has"),
-    "divergent_barrier": ("deadlock", BARRIER),
+    "block_race": ("race", rf"{ACCESS} argument 3 .*, where another block of the launch has"),
+    "divergent_barrier": ("deadlock", DIVERGENT),
     "endless": ("does not end", "is one of a block that has made 100000 memory accesses"),
-    "exited_lane": ("deadlock", r"waits at __ballot_sync \(exited_lane.cu:\d+\) for lanes ffffffff; lane 2\d has exited"),
+    "exited_lane": ("deadlock", EXITED),
     "freed_early": ("out of range", "reads 4 bytes at an address in no buffer of this device"),
     "local_index": ("undefined", r"indexes an array outside its bounds \(local_index.cu:\d+\)"),
     "misaligned_load": ("misaligned", "4 bytes after a multiple of 16, the alignment of its type"),
-    "missing_async_wait": ("async copy|race", "that its async copy has not been waited for|of a shared array, where thread"),
-    "missing_barrier": ("race", r"(reads|writes) 4 bytes at byte \d+ of a shared array, where thread \d+ has (read|written)"),
-    "missing_lane": ("deadlock", r"waits at __shfl_xor_sync \(missing_lane.cu:\d+\) .* waits at __syncthreads"),
-    "out_of_range_read": ("out of range", "reads 4 bytes 0 bytes past the end of argument 2 of .* of 4096 bytes"),
-    "out_of_range_write": ("out of range", "writes 4 bytes 0 bytes past the end of argument 3 of .* of 4096 bytes"),
-    "race": ("race", r"(reads|writes) 4 bytes at byte 0 of a shared array, where thread \d+ has (read|written)"),
-    "shared_out_of_range": ("out of range", "writes 4 bytes 0 bytes past the end of a shared array of 1024 bytes"),
-    "warp_order": ("race", r"(reads|writes) 4 bytes at byte \d+ of a shared array, where thread \d+ has (read|written)"),
+    "missing_async_wait": ("async copy|race", f"its async copy has not been waited for|{SHARED_RACE}"),
+    "missing_barrier": ("race", SHARED_RACE),
+    "missing_lane": ("deadlock", MISSING),
+    "out_of_range_read": ("out of range", f"reads {PAST_END} argument 2 of .* of 4096 bytes"),
+    "out_of_range_write": ("out of range", f"writes {PAST_END} argument 3 of .* of 4096 bytes"),
+    "race": ("race", SHARED_RACE),
+    "shared_out_of_range": ("out of range", f"writes {PAST_END} a shared array of 1024 bytes"),
+    "warp_order": ("race", SHARED_RACE),
+    "wrong_mask": ("mask", r"calls __ballot_sync with mask 007fffff .*, in which its own lane is missing"),
 }
+LINED = ("out_of_range_write", "race", "misaligned_load", "divergent_barrier", "missing_async_wait")
 
 
 def pad(sums: torch.Tensor) -> torch.Tensor:
@@ -69,14 +76,13 @@ def faults() -> Shim:
         native.host_compiler()
     except ToolError as error:
         pytest.skip(str(error))
-    return Shim(build(*FAULTS, extra_flags=(f"-I{FOLDER / 'faults'}",)))
+    return Shim(build(*SELF_TESTS))
 
 
 def run(name: str, planted: bool, seed: int, *, shuffle=True, track_races=True, most_accesses=100_000_000):
     """(what the kernel gives, what it should give), as lists."""
     shim = faults()
-    shim.seed, shim.shuffle, shim.track_races = seed, shuffle, track_races
-    shim.dll.ckv_shim_limit(most_accesses)
+    shim.seed, shim.shuffle, shim.track_races, shim.most_accesses = seed, shuffle, track_races, most_accesses
     x = (torch.arange(N, dtype=torch.int32) * 7919 % 1009) - 400
     out = torch.zeros(N, dtype=torch.int32)
     arguments = (ctypes.c_int(planted), x.clone(), out, ctypes.c_int(N), ctypes.c_void_p(None))
@@ -85,7 +91,7 @@ def run(name: str, planted: bool, seed: int, *, shuffle=True, track_races=True, 
 
 
 def test_every_fault_is_in_the_tables():
-    assert sorted(EXPECTED) == [path.stem for path in FAULTS]
+    assert sorted(EXPECTED) == [path.stem for path in SELF_TESTS[1:]]
     assert sorted([*REPORTS, "uninitialised"]) == sorted(EXPECTED)
 
 
@@ -103,8 +109,10 @@ def test_sound_version_passes_under_every_schedule(name):
 def test_planted_fault_is_reported_with_kernel_block_and_thread(name, seed):
     kind, text = REPORTS[name]
     kernel = rf"kernel ckv::{name}_kernel(<true>)? block \([0-4],0,0\) thread \d+ "
-    with pytest.raises(ShimFault, match=f"^({kind}): {kernel}.*({text})"):
+    with pytest.raises(ShimFault, match=f"^({kind}): {kernel}.*({text})") as caught:
         run(name, True, seed, most_accesses=100_000)
+    if name in LINED:
+        assert f"{name}.cu:" in str(caught.value)
     found, expected = run(name, False, seed)  # and the shim goes on working
     assert found == expected
 

@@ -1,18 +1,18 @@
-"""The shim's own primitives (barriers, shuffles, votes, atomics, dp4a, mma, async copies, ...) against plain definitions."""
+"""The shim's primitives (barriers, shuffles, votes, atomics, dp4a, mma, async copies) against plain definitions."""
 
 import ctypes
+import subprocess
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from shim.backend import SEEDS, Shim
-from shim.build import FOLDER, build
+from shim.build import SELF_TESTS, build
 
-from coldkv import native
+from coldkv import native, native_cuda
 from coldkv.errors import ToolError
 
-SOURCE = FOLDER / "primitives.cu"
 SWITCHES = ("own", "ucontext")  # how fibers are switched: own code on x86-64, ucontext elsewhere
 RNG = np.random.default_rng(3)
 
@@ -23,7 +23,9 @@ def primitives(switch: str) -> Shim:
         native.host_compiler()
     except ToolError as error:
         pytest.skip(str(error))
-    return Shim(build(SOURCE, extra_flags=("-DCKV_SHIM_UCONTEXT",) if switch == "ucontext" else ()))
+    if switch == "ucontext":
+        return Shim(build(SELF_TESTS[0], extra_flags=("-DCKV_SHIM_UCONTEXT",)))
+    return Shim(build(*SELF_TESTS))
 
 
 def run(name: str, x: np.ndarray, size: int, seed: int, start=None, switch: str = "own") -> np.ndarray:
@@ -219,3 +221,16 @@ def test_vectors_and_copies():
     assert (found[0] == np.stack((x[:, 3], x[:, 2], x[:, 1], x[:, 0] & 255), axis=1)).all()
     for t in range(128):
         assert (found[1, t, : t % 4] == x[t, : t % 4]).all() and (found[1, t, t % 4 :] == -559038737).all()
+
+
+def test_nvcc_takes_the_same_source(tmp_path):
+    """Above all the wrappers with inline assembly, which no other kernel uses yet."""
+    try:
+        nvcc = native_cuda.cuda_home() / "bin" / "nvcc"
+    except ToolError as error:
+        pytest.skip(str(error))
+    target = tmp_path / "primitives.o"
+    flags = [*native_cuda.CUDA_FLAGS, "-arch=sm_80", f"-I{native.kernels_dir()}"]
+    built = subprocess.run([nvcc, *flags, "-c", SELF_TESTS[0], "-o", target], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert target.stat().st_size

@@ -1,6 +1,10 @@
 """The `cuda` backend over kernels that run on the CPU, under a seeded schedule and with every access checked."""
 
 import ctypes
+import itertools
+import re
+import shutil
+import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +38,7 @@ class Shim:
         self.dll.ckv_shim_begin.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int)
         self.dll.ckv_shim_limit.argtypes = (ctypes.c_longlong,)
         self.seed, self.shuffle, self.track_races = 1, True, True
+        self.most_accesses = 100_000_000  # of one block, before it is said not to end
         self.seeds_run: set[int] = set()
         self.seconds = 0.0
 
@@ -41,14 +46,25 @@ class Shim:
     def running(self):
         """Around calls of entry points: one schedule, whose launches depend on the seed and their number alone."""
         self.dll.ckv_shim_begin(self.seed, int(self.shuffle), int(self.track_races))
+        self.dll.ckv_shim_limit(self.most_accesses)
         buffers, started = self.dll.ckv_shim_live_buffers(), time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
         self.seeds_run.add(self.seed)
         if fault := self.dll.ckv_shim_fault():
-            raise ShimFault(fault.decode())
+            raise ShimFault(self._with_lines(fault.decode()))
         if self.dll.ckv_shim_live_buffers() != buffers:
             raise ShimFault("a launcher has not freed what it allocated")
+
+    def _with_lines(self, fault: str) -> str:
+        """A fault with source lines, innermost first, in place of the offset in the library, if binutils are there."""
+        if (offset := re.search(r" \[\+(0x[0-9a-f]+)\]$", fault)) and shutil.which("addr2line"):
+            command = ["addr2line", "-i", "-e", str(self.path), offset[1]]
+            lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+            names = [line.split(" ")[0].rsplit("/", 1)[-1] for line in lines if ".cu:" in line or ".h:" in line]
+            places = list(itertools.takewhile(lambda name: not name.startswith(("invoke.h", "cuda_on_cpu.h")), names))
+            fault = fault[: offset.start()] + (f" ({' in '.join(places)})" if places else "")
+        return fault
 
     @contextmanager
     def on_device(self, tensors: dict[str, torch.Tensor]):

@@ -11,9 +11,12 @@ RUNTIME = FOLDER / "runtime"
 COMMON = ("-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-fvisibility=hidden")
 # The sanitizers only mark the accesses here; the functions they call are in runtime/checks.cpp.
 KERNEL_FLAGS = (
-    "-x", "c++", *COMMON, "-ffp-contract=off", "-fno-fast-math", "-fno-exceptions", "-DCKV_SHIM", f"-I{RUNTIME}",
+    "-x", "c++", *COMMON, "-ffp-contract=off", "-fno-fast-math", "-fno-exceptions", "-fno-optimize-sibling-calls",
+    "-DCKV_SHIM", f"-I{RUNTIME}",
     "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
 )  # fmt: skip
+
+SELF_TESTS = (FOLDER / "primitives.cu", *sorted((FOLDER / "faults").glob("*.cu")))  # kernels that test the shim
 
 
 @cache

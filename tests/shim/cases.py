@@ -1,7 +1,7 @@
 """What the tests run through the kernels of kernels/, each case under every schedule.
 
-A case takes the backend, runs kernels and asserts. The golden rows come from the codec registry, so a new codec needs no
-case; a kernel that belongs to no codec needs one here, and a test fails until it has one.
+A case takes the backend, runs kernels and asserts. The golden rows come from the codec registry, so a new codec needs
+no case; a kernel that belongs to no codec needs one here, and a test fails until it has one.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ def case(run):
 
 def kernel_names(source: str) -> set[str]:
     """Names of the kernels that a source text defines."""
-    return set(re.findall(r"(?:CKV_KERNEL|__global__[\w\s]*\bvoid)\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source))
+    start, bounds = r"(?:CKV_KERNEL|__global__[\w\s]*\bvoid)\s+", r"(?:__launch_bounds__\([^)]*\)\s*)?"
+    return set(re.findall(rf"{start}{bounds}(\w+)\s*\(", source))
 
 
 def kernels_in_sources() -> set[str]:
@@ -50,7 +51,7 @@ def same_plane(a: HotPlane, b: HotPlane) -> bool:
     return same(a.codes, b.codes) and (a.scales is None or same(a.scales, b.scales))
 
 
-# ---- the golden table -------------------------------------------------------------------------------------------------------
+# ---- the golden table ------------------------------------------------------------------------------------------------
 
 
 def golden_rows(codec_id: str, fmt: str, seed: int) -> list[dict]:
@@ -76,7 +77,7 @@ for _codec_id, _fmt in golden_table.PAIRS:
         CASES[f"golden-{_codec_id}-{_fmt}"] = replay(_codec_id, _fmt)
 
 
-# ---- what belongs to no codec -----------------------------------------------------------------------------------------------
+# ---- what belongs to no codec ----------------------------------------------------------------------------------------
 
 
 @case
@@ -116,7 +117,7 @@ def stats(backend) -> None:
 _stats: dict[str, tuple] = {}
 
 
-# ---- what codecs must do beside the golden rows -----------------------------------------------------------------------------
+# ---- what codecs must do beside the golden rows ----------------------------------------------------------------------
 
 
 @case

@@ -54,14 +54,16 @@ void touch_now(uintptr_t address, size_t bytes, Access access) {
                      " byte " + std::to_string(address - region->begin + at) + " and no barrier lies between");
 }
 
-void touch(uintptr_t address, size_t bytes, Access access) {
+void touch(uintptr_t address, size_t bytes, Access access, const void* code) {
   Fiber* fiber = machine.current;
   if (!fiber || address - fiber->stack < kStackBytes || !bytes) return;
   if (machine.options.shuffle && --machine.until_preempted <= 0) {
     machine.until_preempted = static_cast<int>(1 + random_below(256));
     step_back(*fiber);
   }
+  machine.code = code;
   touch_now(address, bytes, access);
+  machine.code = nullptr;
 }
 
 void check_range(const void* address, size_t bytes, bool write) {
@@ -73,7 +75,9 @@ void check_range(const void* address, size_t bytes, bool write) {
 // ---- -fsanitize=thread ------------------------------------------------------------------------------------------------------------
 
 namespace {
-void plain(void* address, size_t bytes, cpusim::Access access) { cpusim::touch(reinterpret_cast<uintptr_t>(address), bytes, access); }
+inline __attribute__((always_inline)) void plain(void* address, size_t bytes, cpusim::Access access) {
+  cpusim::touch(reinterpret_cast<uintptr_t>(address), bytes, access, __builtin_return_address(0));
+}
 }  // namespace
 
 extern "C" {

@@ -89,6 +89,7 @@ struct Machine {
   bool by_rank = false, by_lane = false;  // how this block picks who runs next
 
   Fiber* current = nullptr;    // nullptr while host code runs
+  const void* code = nullptr;  // where the running thread's access is made, for reports
   Fiber* preempted = nullptr;  // ready again when somebody else has had a turn
   Context scheduler;
   Fiber fibers[kMaxThreads];
@@ -106,7 +107,8 @@ void leave(Fiber& fiber);
 // The same for a thread that could go on: another one that can runs first.
 void step_back(Fiber& fiber);
 
-// Ends the launch with "KIND: kernel K block (x,y,z) thread T TEXT". Does not return to the thread that calls it.
+// Ends the launch with "KIND: kernel K block (x,y,z) thread T TEXT", and " [+0xOFFSET]" in this library where the code is known.
+// Does not return to the thread that calls it.
 [[noreturn]] void fail(const char* kind, const std::string& text);
 // Same without a thread, for what a whole block has come to.
 void fail_block(const std::string& text);
@@ -120,8 +122,8 @@ std::string place_text(const Place& place);
 const char* name_of(WarpOp op);
 const char* name_of(BarrierOp op);
 
-// Checks, notes and possibly preempts; returns when the access may happen.
-void touch(uintptr_t address, size_t bytes, Access access);
+// Checks, notes and possibly preempts; returns when the access may happen. `code`: the return address of the hook.
+void touch(uintptr_t address, size_t bytes, Access access, const void* code = nullptr);
 // The same for an access that has been issued earlier and happens now: no preemption.
 void touch_now(uintptr_t address, size_t bytes, Access access);
 

@@ -161,15 +161,18 @@ const Region* shared_region(uintptr_t address, size_t size) {
 
 bool in_shared_memory(uintptr_t address) { return shared_arena && address - reinterpret_cast<uintptr_t>(shared_arena) < kSharedArena; }
 
-bool in_library(uintptr_t address, size_t size) {
-  struct Span {
-    uintptr_t begin = 0, end = 0;
-  };
-  static const Span span = [] {
-    Span found;
+namespace {
+
+struct LoadedLibrary {
+  uintptr_t base = 0, begin = 0, end = 0;
+};
+
+const LoadedLibrary& library() {
+  static const LoadedLibrary found = [] {
+    LoadedLibrary result;
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* out) {
-          Span object{UINTPTR_MAX, 0};
+          LoadedLibrary object{info->dlpi_addr, UINTPTR_MAX, 0};
           for (int i = 0; i < info->dlpi_phnum; ++i)
             if (info->dlpi_phdr[i].p_type == PT_LOAD) {
               const uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = begin + info->dlpi_phdr[i].p_memsz;
@@ -178,14 +181,20 @@ bool in_library(uintptr_t address, size_t size) {
             }
           const uintptr_t mine = reinterpret_cast<uintptr_t>(&poison);
           if (mine < object.begin || mine >= object.end) return 0;
-          *static_cast<Span*>(out) = object;
+          *static_cast<LoadedLibrary*>(out) = object;
           return 1;
         },
-        &found);
-    return found;
+        &result);
+    return result;
   }();
-  return address >= span.begin && address + size <= span.end;
+  return found;
 }
+
+}  // namespace
+
+bool in_library(uintptr_t address, size_t size) { return address >= library().begin && address + size <= library().end; }
+
+uintptr_t library_offset(uintptr_t address) { return address - library().base; }
 
 uint8_t poison_byte() { return poison; }
 void set_poison(uint8_t byte) { poison = byte; }

@@ -53,6 +53,7 @@ void* dynamic_shared_start();
 
 // Constants of the loaded library itself; a kernel may read them.
 bool in_library(uintptr_t address, size_t size);
+uintptr_t library_offset(uintptr_t address);  // of an address in it, as tools that read the file count
 
 // Byte that fresh memory is filled with. It differs between seeds, so that a result which depends on it does too.
 uint8_t poison_byte();

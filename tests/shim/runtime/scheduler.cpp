@@ -1,6 +1,7 @@
 // Launches, blocks and turns. A thread runs until it waits, is preempted (checks.cpp) or returns; who comes next is drawn among
 // the ready ones, in one of several manners drawn per block: by chance, or warps in a fixed random order of precedence, so that
 // one runs as far ahead of the others as the barriers let it.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -171,6 +172,12 @@ void step_back(Fiber& fiber) {
 void fail(const char* kind, const std::string& text) {
   Machine& m = machine;
   m.fault = std::string(kind) + ": " + block_text() + " thread " + std::to_string(m.current->index) + " " + text;
+  if (m.code) {
+    char offset[32];  // of the call itself, which ends where it returns to
+    snprintf(offset, sizeof offset, " [+0x%zx]", static_cast<size_t>(library_offset(reinterpret_cast<uintptr_t>(m.code)) - 1));
+    m.fault += offset;
+    m.code = nullptr;
+  }
   leave(*m.current);  // the scheduler sees the fault and takes up no thread again
   abort();
 }
