@@ -5,20 +5,21 @@ from functools import cache
 
 import pytest
 import torch
-from shim.backend import SEEDS, ShimBackend
+from shim.backend import SEEDS, ShimBackend, require
 from shim.cases import CASES, kernel_names, kernels_in_sources
 
-from coldkv import native
-from coldkv.errors import ToolError
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
 def shim_backend() -> ShimBackend:
-    try:
-        native.host_compiler()
-    except ToolError as error:
-        pytest.skip(str(error))
-    torch.set_num_threads(1)
+    require()
     return ShimBackend()
 
 

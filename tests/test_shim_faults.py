@@ -5,11 +5,8 @@ from functools import cache
 
 import pytest
 import torch
-from shim.backend import SEEDS, Shim, ShimFault
+from shim.backend import SEEDS, Shim, ShimFault, require
 from shim.build import SELF_TESTS, build
-
-from coldkv import native
-from coldkv.errors import ToolError
 
 N, BLOCK = 1024, 256
 
@@ -72,10 +69,7 @@ def in_lanes(lanes: int, per_warp: torch.Tensor) -> torch.Tensor:
 
 @cache
 def faults() -> Shim:
-    try:
-        native.host_compiler()
-    except ToolError as error:
-        pytest.skip(str(error))
+    require()
     return Shim(build(*SELF_TESTS))
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from shim.backend import SEEDS, Shim
+from shim.backend import SEEDS, Shim, require
 from shim.build import SELF_TESTS, build
 
 from coldkv import native, native_cuda
@@ -19,10 +19,7 @@ RNG = np.random.default_rng(3)
 
 @cache
 def primitives(switch: str) -> Shim:
-    try:
-        native.host_compiler()
-    except ToolError as error:
-        pytest.skip(str(error))
+    require()
     if switch == "ucontext":
         return Shim(build(SELF_TESTS[0], extra_flags=("-DCKV_SHIM_UCONTEXT",)))
     return Shim(build(*SELF_TESTS))

@@ -5,18 +5,31 @@ import itertools
 import re
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from coldkv.backends import CudaBackend, TorchBackend
-from coldkv.native import KernelError, Library
+from coldkv.errors import ToolError
+from coldkv.native import KernelError, Library, host_compiler
 from shim.build import build
 
 LAUNCH_ERROR = 6  # CKV_E_LAUNCH
 SEEDS = (1, 2, 3)  # the schedules that every case runs under
+
+
+def require() -> None:
+    """Skips the test where there is nothing to build a shim with; a build that fails is a failure."""
+    if sys.platform != "linux":
+        pytest.skip("the shim needs Linux")
+    try:
+        host_compiler()
+    except ToolError as error:
+        pytest.skip(str(error))
 
 
 class ShimFault(Exception):

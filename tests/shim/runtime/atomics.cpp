@@ -4,10 +4,10 @@
 namespace {
 
 template <class T, class Change>
-T update(T* address, const Change& change) {
+T update(T* address, const void* code, const Change& change) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at % sizeof(T)) cpusim::fail("misaligned", "updates atomically an address that is no multiple of " + std::to_string(sizeof(T)));
-  cpusim::touch(at, sizeof(T), cpusim::Access::Atomic);
+  cpusim::touch(at, sizeof(T), cpusim::Access::Atomic, code);
   const T old = *address;
   *address = change(old);
   return old;
@@ -25,9 +25,7 @@ T wrapped_add(T a, T b) {
 }  // namespace
 
 #define CPUSIM_ATOMIC(name, T, result) \
-  T name(T* address, T value) {        \
-    return update(address, [value](T old) -> T { return result; }); \
-  }
+  T name(T* address, T value) { return update(address, __builtin_return_address(0), [value](T old) -> T { return result; }); }
 #define CPUSIM_ATOMIC_INTEGERS(name, result) \
   CPUSIM_ATOMIC(name, int, result) CPUSIM_ATOMIC(name, unsigned, result) CPUSIM_ATOMIC(name, unsigned long long, result)
 
@@ -45,7 +43,9 @@ CPUSIM_ATOMIC_INTEGERS(atomicExch, (static_cast<void>(old), value))
 CPUSIM_ATOMIC(atomicExch, float, (static_cast<void>(old), value))
 
 #define CPUSIM_CAS(T) \
-  T atomicCAS(T* address, T compare, T value) { return update(address, [=](T old) { return old == compare ? value : old; }); }
+  T atomicCAS(T* address, T compare, T value) {                                                                    \
+    return update(address, __builtin_return_address(0), [=](T old) { return old == compare ? value : old; });      \
+  }
 CPUSIM_CAS(int)
 CPUSIM_CAS(unsigned)
 CPUSIM_CAS(unsigned long long)

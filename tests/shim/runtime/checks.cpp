@@ -67,7 +67,7 @@ void touch(uintptr_t address, size_t bytes, Access access, const void* code) {
 }
 
 void check_range(const void* address, size_t bytes, bool write) {
-  touch(reinterpret_cast<uintptr_t>(address), bytes, write ? Access::Write : Access::Read);
+  touch(reinterpret_cast<uintptr_t>(address), bytes, write ? Access::Write : Access::Read, __builtin_return_address(0));
 }
 
 }  // namespace cpusim

@@ -152,7 +152,8 @@ void enter_warp_call(Fiber& f, const char* file, int line) {
   const std::string where = std::string(text) + " (" + place_text(f.at) + ")";
   if (!(f.call.mask >> f.lane & 1u)) fail("mask", "calls " + where + ", in which its own lane is missing");
   if (f.call.mask & ~warp.present) fail("mask", "calls " + where + ", which names lanes past the end of the block");
-  if (f.call.width < 1 || f.call.width > 32 || (f.call.width & (f.call.width - 1))) fail("mask", "calls " + where + ", whose width is no power of two up to 32");
+  if (f.call.width < 1 || f.call.width > 32 || (f.call.width & (f.call.width - 1)))
+    fail("mask", "calls " + where + ", whose width is no power of two up to 32");
   f.state = State::InWarpCall;
   warp.calling |= 1u << f.lane;
   complete_warp_call(warp, f);
@@ -221,11 +222,12 @@ int block_barrier(BarrierOp op, int predicate, const char* file, int line) {
 
 void async_copy16(void* shared, const void* global) {
   const uintptr_t to = reinterpret_cast<uintptr_t>(shared), from = reinterpret_cast<uintptr_t>(global);
-  if (to % 16 || from % 16) fail("misaligned", "copies 16 bytes asynchronously " + std::string(to % 16 ? "to" : "from") + " an address that is no multiple of 16");
+  if (to % 16 || from % 16)
+    fail("misaligned", std::string("copies 16 bytes asynchronously ") + (to % 16 ? "to" : "from") + " an address that is no multiple of 16");
   if (!in_shared_memory(to)) fail("out of range", "copies asynchronously to memory that is not shared memory");
   Fiber& f = *machine.current;
-  touch(from, 16, Access::Read);
-  touch(to, 16, Access::Write);
+  touch(from, 16, Access::Read, __builtin_return_address(0));
+  touch(to, 16, Access::Write, __builtin_return_address(0));
   f.copies.push_back({static_cast<char*>(shared), static_cast<const char*>(global)});
 }
 

@@ -5,7 +5,7 @@
 // stretch between two barriers, so that code which relies on an order gives different results under different seeds.
 //
 // What surprises:
-//  - The launch runs the kernel to its end. Streams are accepted and ignored.
+//  - The launch runs the kernel to its end. Streams are accepted and ignored. One host thread at a time.
 //  - Blocks run one after the other, in a shuffled order. A block that waits for another one never ends (and is reported).
 //  - Every load and store of a kernel passes the checks of checks.cpp, by way of the compiler's instrumentation
 //    (-fsanitize=thread, alignment, ...) with the hooks of this runtime instead of the sanitizer's own.
@@ -62,7 +62,22 @@ dim3 grid_size();
 void* shared_array(const void* key, size_t bytes, size_t alignment);
 void* dynamic_shared();
 
-enum class WarpOp : uint8_t { SyncWarp, Shuffle, ShuffleUp, ShuffleDown, ShuffleXor, Ballot, Any, All, ReduceAdd, ReduceMin, ReduceMax, ReduceOr, ReduceAnd, Mma };
+enum class WarpOp : uint8_t {
+  SyncWarp,
+  Shuffle,
+  ShuffleUp,
+  ShuffleDown,
+  ShuffleXor,
+  Ballot,
+  Any,
+  All,
+  ReduceAdd,
+  ReduceMin,
+  ReduceMax,
+  ReduceOr,
+  ReduceAnd,
+  Mma
+};
 uint64_t warp_call(WarpOp op, unsigned mask, uint64_t value, int operand, int width, const char* file, int line);
 
 enum class BarrierOp : uint8_t { Sync, Count, And, Or };
@@ -71,7 +86,8 @@ int block_barrier(BarrierOp op, int predicate, const char* file, int line);
 // Checks a range that a kernel is about to read or write by other means than a plain load or store.
 void check_range(const void* address, size_t bytes, bool write);
 
-void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* file = __builtin_FILE(), int line = __builtin_LINE());
+void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* file = __builtin_FILE(),
+                     int line = __builtin_LINE());
 void async_copy16(void* shared, const void* global);
 void async_commit();
 void async_wait(int pending);
@@ -114,8 +130,14 @@ T from_bits(uint64_t bits) {
 
 }  // namespace cpusim
 
-#define CKV_SHARED(T, name, n) \
-  T(&name)[n] = *static_cast<T(*)[n]>(cpusim::shared_array([] { static char here; return static_cast<void*>(&here); }(), sizeof(T) * (n), alignof(T)))
+// One array for each place in the source and each instantiation around it, as __shared__ gives.
+#define CKV_SHARED(T, name, n)                                      \
+  T(&name)[n] = *static_cast<T(*)[n]>(cpusim::shared_array(         \
+      [] {                                                          \
+        static char here;                                           \
+        return static_cast<void*>(&here);                           \
+      }(),                                                          \
+      sizeof(T) * (n), alignof(T)))
 #define CKV_DYN_SHARED(T, name) T* const name = static_cast<T*>(cpusim::dynamic_shared())
 #define CKV_LAUNCH(kernel, grid, block, stream, ...) CKV_LAUNCH_SHARED(kernel, grid, block, 0, stream, __VA_ARGS__)
 #define CKV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, ...) \

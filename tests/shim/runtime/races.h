@@ -3,8 +3,9 @@
 // Order comes from __syncthreads (all threads of a block), from __syncwarp (its lanes) and from one launch following another.
 // The time between two __syncthreads of a block is a phase, numbered through the whole process, so that the phase alone tells
 // "earlier launch", "other block of this launch", "before the last barrier" and "now" apart. Within a phase, lanes of one warp
-// are ordered by stamps: all begin with stamp 1 and know of nothing; the n-th __syncwarp of a warp gives its lanes the stamp n + 1
-// and tells each of them that the others have done everything stamped up to n. Atomics conflict with plain accesses, not with each other, and order nothing.
+// are ordered by stamps: all begin with stamp 1 and know of nothing; the n-th __syncwarp of a warp gives its lanes the stamp
+// n + 1 and tells each of them that the others have done everything stamped up to n. Atomics conflict with plain accesses, not
+// with each other, and order nothing.
 #pragma once
 
 #include <cstddef>
