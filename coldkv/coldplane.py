@@ -39,7 +39,7 @@ def prepare_codec(backend, codec: Codec, hot: HotPlane, geometry: Geometry, laye
     bind = getattr(codec, "bind", None)
     if bind is not None:
         codec = bind(layer, plane, hot.format, geometry)
-    if getattr(codec, "sized", False):
+    if getattr(codec, "needs_stride", getattr(codec, "sized", False)):
         lengths = backend.lengths(codec, hot, geometry)
         codec = codec.with_stride(codec.choose_stride(lengths.cpu().numpy(), geometry, hot.format))
     return codec

@@ -102,6 +102,10 @@ class Sized(Keep):
         super().__init__()
         self.place, self.stride = place, stride
 
+    @property
+    def needs_stride(self):
+        return self.stride is None
+
     def bind(self, layer, plane, fmt, geometry):
         assert self.stride is None and fmt == "bf16" and isinstance(geometry, Geometry)
         return Sized((layer, plane))
