@@ -36,10 +36,8 @@ class ColdPlane:
 
 def prepare_codec(backend, codec: Codec, hot: HotPlane, geometry: Geometry, layer: int, plane: str) -> Codec:
     """The codec as it will write this plane: bound to layer and plane, and with a stride that its pages need."""
-    bind = getattr(codec, "bind", None)
-    if bind is not None:
-        codec = bind(layer, plane, hot.format, geometry)
-    if getattr(codec, "needs_stride", False):
+    codec = codec.bind(layer, plane, hot.format, geometry)
+    if codec.needs_stride:
         lengths = backend.lengths(codec, hot, geometry)
         codec = codec.with_stride(codec.choose_stride(lengths.cpu().numpy(), geometry, hot.format))
     return codec
@@ -51,9 +49,21 @@ def through_codec(backend, codec: Codec, hot: HotPlane, geometry: Geometry, laye
     codec = prepare_codec(backend, codec, hot, geometry, layer, plane)
     slots, valid = backend.encode(codec, hot, geometry)
     held = valid != 0
-    if bool(held.all()):
-        values = backend.decode(codec, slots, geometry, fmt)
-    else:
-        values = backend.dequantize(hot)
-        values[held] = backend.decode(codec, slots[held], geometry, fmt)
+    values = decode_held(backend, codec, slots, valid, hot, geometry)
     return ColdPlane(values, held, codec, slots.shape[1], FORMATS[fmt].bytes(geometry))
+
+
+def decode_held(backend, codec: Codec, slots: torch.Tensor, valid: torch.Tensor, hot: HotPlane, geometry: Geometry):
+    """fp32 `[n, T, D]` that attention reads: decoded slots, and the hot values of head-pages that stay hot.
+
+    All head-pages are decoded in their places, since a codec may treat the heads of a plane differently.
+    """
+    held = valid != 0
+    if bool(held.all()):
+        return backend.decode(codec, slots, geometry, hot.format)
+    values = backend.dequantize(hot)
+    if bool(held.any()):
+        filled = slots.clone()
+        filled[~held] = slots[held][0]
+        values[held] = backend.decode(codec, filled, geometry, hot.format)[held]
+    return values

@@ -8,7 +8,7 @@ import click
 
 from coldkv.atomic import check_output
 from coldkv.errors import InputError
-from coldkv.options import backend_option, resolve_codecs, resolve_table, tier_options
+from coldkv.options import backend_option, center_option, resolve_codecs, resolve_table, tier_options
 
 
 @click.command("eval")
@@ -19,6 +19,7 @@ from coldkv.options import backend_option, resolve_codecs, resolve_table, tier_o
 @click.option(
     "--codec", "codecs", multiple=True, metavar="ID[:KEY=VALUE,...]", help="Codec; repeatable. [default: all that fit]"
 )
+@center_option
 @tier_options
 @click.option(
     "--prefix", type=click.IntRange(1), default=2048, show_default=True, help="Tokens in the cache before the window."
@@ -39,7 +40,7 @@ from coldkv.options import backend_option, resolve_codecs, resolve_table, tier_o
 @click.option("--results", metavar="FILE", help="Write the result file here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result document instead of the tables.")
 def command(
-    model_path, texts, codecs, table, tier, prefix, window, cold_keep_tokens, cold_sink_tokens, layers, page_tokens,
+    model_path, texts, codecs, center_k, table, tier, prefix, window, cold_keep_tokens, cold_sink_tokens, layers, page_tokens,
     needle, seed, dtype, backend, threads, results, as_json,
 ) -> None:  # fmt: skip
     """Evaluate codecs by what a model predicts once pages are cold.
@@ -61,7 +62,7 @@ def command(
     if results:
         check_output(results, model_path, table, *texts)
     chosen_table = resolve_table(table, tier)
-    wanted = resolve_codecs(codecs)
+    wanted = resolve_codecs(codecs, center_k)
     if layers:
         parse_layers(layers)
     policy = Policy("window", keep_tokens=cold_keep_tokens, sink_tokens=cold_sink_tokens)

@@ -98,6 +98,8 @@ def _show(report: dict) -> None:
             f"{row['layer']:>5} {row['plane']:>5} {row['step']:>5} {row['slot_bytes']:>9.0f} {row['ratio']:>7.3f} "
             f"{row['attn_out_nmse']:>14.3g}"
         )
-    click.echo(f"ratio {report['ratio']:.3f} over {report['hot_bytes']} hot bytes; use: --codec ecq:calib={report['output']}")
+    click.echo(
+        f"ratio {report['ratio']:.3f} over {report['hot_bytes']} hot bytes; use: --codec ecq:calib={report['output']}"
+    )
     if report["ratio"] < 1:
         print("coldkv: warning: the slots are larger than the hot planes", file=sys.stderr)

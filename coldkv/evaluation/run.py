@@ -152,7 +152,7 @@ class Evaluation:
         """Reads a prefix with needles once; codec -> the needle columns of its row."""
         s, tokenizer = self.settings, self.loaded.tokenizer
         cold_tokens = page_tokens_of(self.pages, s.page_tokens).tolist()
-        digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(ids[:, : s.prefix].contiguous().numpy().tobytes()).hexdigest()
         planted, needles = place_needles(tokenizer, ids[0].tolist(), s.prefix, cold_tokens, f"{s.seed} {digest}")
         self.message(f"{name}: {s.prefix} tokens with {len(needles)} needles")
         cache = self.run.prefill(planted)

@@ -40,7 +40,9 @@ def allocate(curves: dict, budget: float) -> dict:
     chosen = {key: 0 for key in hulls}
     spent = sum(hull[0].cost for hull in hulls.values())
     if spent > budget:
-        raise InputError(f"budget: expected at least {spent:.0f} bytes for the coarsest steps tried, found {budget:.0f}")
+        raise InputError(
+            f"budget: expected at least {spent:.0f} bytes for the coarsest steps tried, found {budget:.0f}"
+        )
     moves = sorted(
         (_slope(a, b), key, i + 1) for key, hull in hulls.items() for i, (a, b) in enumerate(zip(hull, hull[1:]))
     )
