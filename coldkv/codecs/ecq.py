@@ -1,4 +1,4 @@
-"""Codec `ecq`: entropy-coded quantization with one step per page, one scale byte per row and an adaptive model per channel."""
+"""Codec `ecq`: entropy-coded quantization, a step per page, a scale byte per row, an adaptive model per channel."""
 
 import copy
 import ctypes
@@ -132,7 +132,7 @@ class Ecq(SizedCodec):
         return round_up(_stream_at(geometry.page_tokens, True), 16)
 
     def choose_stride(self, lengths, geometry, fmt, *, overflow_bytes=None):
-        """The mean of what the head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
+        """The mean of what head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
         lengths = lengths[lengths != NEVER]
         least = self.least_stride(geometry, fmt)
         return max(least, round_up(int(np.ceil(lengths.mean())), 16)) if len(lengths) else least
@@ -292,7 +292,7 @@ def _level(ms):
     return torch.where(ms < 2.0**-100, torch.full_like(level, -(1 << 20)), level)
 
 
-# The coder and its model are numpy: one small step after the other, which torch would take most of its time to dispatch.
+# The coder and its model are numpy: small steps one after the other, of which torch would mostly pay the dispatch.
 
 
 def _prior_spread(d: np.ndarray) -> np.ndarray:
@@ -476,7 +476,7 @@ class _Pages:
 
 
 def _read(codec: Ecq, slots, geometry: Geometry):
-    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError where a stream is damaged."""
+    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError: a damaged stream."""
     import torch
 
     raw = slots.cpu().numpy()
