@@ -40,8 +40,8 @@ from coldkv.options import backend_option, center_option, resolve_codecs, resolv
 @click.option("--results", metavar="FILE", help="Write the result file here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result document instead of the tables.")
 def command(
-    model_path, texts, codecs, center_k, table, tier, prefix, window, cold_keep_tokens, cold_sink_tokens, layers, page_tokens,
-    needle, seed, dtype, backend, threads, results, as_json,
+    model_path, texts, codecs, center_k, table, tier, prefix, window, cold_keep_tokens, cold_sink_tokens, layers,
+    page_tokens, needle, seed, dtype, backend, threads, results, as_json,
 ) -> None:  # fmt: skip
     """Evaluate codecs by what a model predicts once pages are cold.
 

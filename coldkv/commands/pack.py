@@ -60,8 +60,8 @@ DEFAULT_CODEC = "e2m1-g16"
 @dump_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    dump, output, table, tier, codecs, center_k, backend, cold_policy, cold_keep_tokens, cold_sink_tokens, cold_host_bytes,
-    sample, layers, geometry, page_tokens, nan, as_json,
+    dump, output, table, tier, codecs, center_k, backend, cold_policy, cold_keep_tokens, cold_sink_tokens,
+    cold_host_bytes, sample, layers, geometry, page_tokens, nan, as_json,
 ) -> None:  # fmt: skip
     """Pack DUMP into a pool file.
 

@@ -12,8 +12,8 @@ from coldkv.options import backend_option, dump_options, dump_paths, opened_dump
 @click.command("tune")
 @click.argument("dump", required=False, metavar="DUMP")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Calibration file (.safetensors).")
-@click.option("--ratio", type=click.FloatRange(1.0), default=4.6, show_default=True,
-              help="Byte budget: hot bytes of all pages over their slot bytes.")  # fmt: skip
+@click.option("--ratio", "ratios", type=click.FloatRange(1.0), multiple=True, default=(5.0,), show_default=True,
+              help="Byte budget: hot bytes of all pages over their slot bytes. Repeatable: one file for each.")  # fmt: skip
 @tier_options
 @click.option("--cold-keep-tokens", type=click.IntRange(0), default=128, show_default=True,
               help="Keys this close to a query count as hot.")  # fmt: skip
@@ -23,7 +23,7 @@ from coldkv.options import backend_option, dump_options, dump_paths, opened_dump
 @dump_options
 @click.option("--json", "as_json", is_flag=True, help="Print one document instead of the table.")
 def command(
-    dump, output, ratio, table, tier, cold_keep_tokens, cold_sink_tokens, backend, sample, layers, geometry,
+    dump, output, ratios, table, tier, cold_keep_tokens, cold_sink_tokens, backend, sample, layers, geometry,
     page_tokens, nan, as_json,
 ) -> None:  # fmt: skip
     """Calibrate codec ecq on a dump and choose its quality per layer and plane.
@@ -39,21 +39,29 @@ def command(
     (name, path), *_ = paths.items()
     if not output.endswith(".safetensors"):
         raise InputError(f"output {output}: expected a name ending in .safetensors")
-    check_output(output, path, table, geometry)
+    outputs = {ratio: _file_name(output, ratio, len(set(ratios)) > 1) for ratio in ratios}
+    for file in outputs.values():
+        check_output(file, path, table, geometry)
     chosen_table = resolve_table(table, tier)
     with opened_dump(path, geometry, page_tokens) as opened:
         existing = [layer.index for layer in opened.layers]
         assignment = assign(chosen_table, existing, selected=select_layers(layers, existing, f"dump {opened.path}"))
-        report = _tune(opened, name, assignment, output, ratio, cold_keep_tokens, cold_sink_tokens, backend, nan)
+        reports = _tune(opened, name, assignment, outputs, cold_keep_tokens, cold_sink_tokens, backend, nan)
     if as_json:
         import json
 
-        click.echo(json.dumps(report, indent=1))
+        click.echo(json.dumps(reports, indent=1))
     else:
-        _show(report)
+        for report in reports:
+            _show(report)
 
 
-def _tune(dump, name, assignment, output, ratio, keep, sink, backend_name, nan) -> dict:
+def _file_name(output: str, ratio: float, several: bool) -> str:
+    """`output`, with the ratio before its suffix where there are several."""
+    return f"{output.removesuffix('.safetensors')}-{ratio:g}.safetensors" if several else output
+
+
+def _tune(dump, name, assignment, outputs, keep, sink, backend_name, nan) -> list[dict]:
     from coldkv.backends import get_backend
     from coldkv.codecs.ecq import Ecq
     from coldkv.progress import progress
@@ -63,7 +71,6 @@ def _tune(dump, name, assignment, output, ratio, keep, sink, backend_name, nan) 
     total = sum(plane.nbytes for index, _ in assignment.pairs for plane in dump.layer(index).planes.values())
     with progress("tuning", total) as advance:
         planes = tune(dump, assignment, backend, keep=keep, sink=sink, codec=Ecq(), nan=nan, advance=advance)
-    chosen = choose(planes, ratio)
     meta = {
         "model": dump.meta.get("model"),
         "dump": name,
@@ -71,11 +78,16 @@ def _tune(dump, name, assignment, output, ratio, keep, sink, backend_name, nan) 
         "text_sha256": dump.meta.get("text_sha256"),
         "page_tokens": dump.page_tokens,
         "tiers": {str(index): tier for index, tier in assignment.pairs},
-        "ratio": ratio,
         "keep_tokens": keep,
         "sink_tokens": sink,
     }
-    write_calibration(output, planes, chosen, meta=meta)
+    choices = {ratio: choose(planes, ratio) for ratio in outputs}  # a budget that is too small fails before any write
+    for ratio, chosen in choices.items():
+        write_calibration(outputs[ratio], planes, chosen, meta={**meta, "ratio": ratio})
+    return [_report(outputs[ratio], planes, chosen) for ratio, chosen in choices.items()]
+
+
+def _report(output: str, planes, chosen) -> dict:
     rows = [
         {
             "layer": layer,
@@ -87,7 +99,8 @@ def _tune(dump, name, assignment, output, ratio, keep, sink, backend_name, nan) 
         }
         for (layer, plane), point in chosen.items()
     ]
-    hot, cold = (sum(x) for x in zip(*((planes[key].hot_bytes, point.cost) for key, point in chosen.items())))
+    hot = sum(planes[key].hot_bytes for key in chosen)
+    cold = sum(point.cost for point in chosen.values())
     return {"output": output, "ratio": hot / cold, "hot_bytes": hot, "slot_bytes": cold, "rows": rows}
 
 

@@ -1,4 +1,4 @@
-"""Tunes codec ecq on a dump: channel statistics, a rate-distortion curve per layer and plane, and steps for a budget."""
+"""Tunes codec ecq on a dump: channel statistics, rate-distortion curves per layer and plane, steps for a budget."""
 
 import copy
 import json
