@@ -148,18 +148,18 @@ class Ecq(SizedCodec):
         return torch.where(never, torch.full_like(need, NEVER), need).to(torch.int32)
 
     def residual_magnitudes(self, plane, geometry):
-        """Torch: fp64 `[kv_heads, head_dim]`, mean |residual| of each channel at the nominal step, which `prior` tells."""
+        """Mean |residual| of each channel at the nominal step, which `prior` tells; fp64 `[kv_heads, head_dim]`."""
         import torch
 
         page = _Pages(self, plane, geometry)
-        k, _ = page.integers(torch.zeros(page.n, dtype=torch.int64))
-        model, total = _Model(torch.zeros_like(k[:, 0])), torch.zeros_like(k[:, 0])
-        for t in range(page.T):
-            residual = k[:, t] - model.predicted()
-            total += residual.abs().clamp(max=REACH)
-            model.learn(k[:, t], residual)
-        mean = total[:, : page.D].double() / page.T
-        return mean.reshape(-1, geometry.kv_heads, page.D).mean(dim=0)
+        rows = page.integers(torch.zeros(page.n, dtype=torch.int64))[0].transpose(0, 1).cpu().numpy()
+        model, total = _Model(np.zeros_like(rows[0])), np.zeros_like(rows[0])
+        for k in rows:
+            residual = k - model.predicted()
+            total += np.abs(residual).clip(max=REACH)
+            model.learn(k, residual)
+        mean = total[:, : page.D] / page.T
+        return torch.from_numpy(mean.reshape(-1, geometry.kv_heads, page.D).mean(axis=0))
 
     # ---- parameters
 
