@@ -24,8 +24,8 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
 KV_HEADS = (1, 2, 4, 8)
 PAGE_TOKENS = (16, 64, 256)
 ODD_SHAPES = ((34, 1, 16), (72, 2, 16), (2, 1, 64), (1024, 1, 16), (128, 3, 5))
-# Options beside the defaults: (options of the codec, sixteenths of the chosen slot size that the slots get). CALIB stands
-# for a calibration file made here. These see the short list of shapes only.
+# Options beside the defaults, and how many sixteenths of the chosen slot size the slots get. CALIB stands for a
+# calibration file made here. These see the short list of shapes only.
 VARIANTS = {
     "ecq": (
         ("rows=off,fill=0", 16),
