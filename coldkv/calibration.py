@@ -81,9 +81,7 @@ class Calibration:
         found = self._planes[key]
         if found.mean.shape != (geometry.kv_heads, geometry.head_dim):
             want, shape = [geometry.kv_heads, geometry.head_dim], list(found.mean.shape)
-            raise InputError(
-                f"calibration {self.path}: layer {layer}, plane {plane}: expected {want}, found {shape}"
-            )
+            raise InputError(f"calibration {self.path}: layer {layer}, plane {plane}: expected {want}, found {shape}")
         return found
 
 
