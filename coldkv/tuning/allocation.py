@@ -1,6 +1,7 @@
 """Chooses one point on every rate-distortion curve so that the total distortion under a byte budget is smallest."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from coldkv.errors import InputError
 
