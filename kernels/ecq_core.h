@@ -90,8 +90,8 @@ CKV_HD int32_t predicted(const Channel& c) { return (c.mean + 512) >> 10; }
 CKV_HD int class_of(const Channel& c) { return static_cast<int>(bits_of(static_cast<float>(c.spread + 8)) >> 22) - 260; }
 CKV_HD void learn(Channel& c, int32_t k, int32_t residual) {
   const int32_t a = residual < 0 ? -residual : residual;
-  c.mean += (k << 7) - (c.mean >> 3);
-  c.spread += ((a > kReach ? kReach : a) << 6) - (c.spread >> 4);
+  c.mean += k * 128 - (c.mean >> 3);  // not k << 7, which C++17 leaves open for negative k
+  c.spread += (a > kReach ? kReach : a) * 64 - (c.spread >> 4);
 }
 
 // Sixteenths of an octave of a mean magnitude a/1024: exponent and the top four mantissa bits, minus the 160 of 1024.

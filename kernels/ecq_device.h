@@ -113,6 +113,7 @@ struct WarpEncoder {
 
   // Codes the page; words needed. They end at out[room - 1], as far as they fit; out may be null.
   CKV_DEVICE uint32_t attempt(int coarser, uint16_t* out, uint32_t room) {
+    __syncwarp();  // an attempt before this one wrote to the same places
     step = p.step + 2 * reference + coarser;
     prior = p.mean ? p.step + coarser : -magnitude_code(mean_magnitude());
     bool far = false;

@@ -204,7 +204,9 @@ class Ecq(SizedCodec):
                 arrays = (c.mean, c.weight, np.float32(1) / c.weight, c.prior)
                 self._plane.on_device[key] = [torch.from_numpy(a.copy()).to(device) for a in arrays]
             tensors = self._plane.on_device[key]
-            p.mean, p.weight, p.gain, p.prior = (t.data_ptr() for t in tensors)
+            p.arrays = dict(zip(("mean", "weight", "gain", "prior"), tensors, strict=True))  # keeps them, too
+            for name, tensor in p.arrays.items():
+                setattr(p, name, tensor.data_ptr())
         return (ctypes.byref(p),)
 
     # ---- slots

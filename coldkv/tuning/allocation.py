@@ -45,9 +45,7 @@ def allocate(curves: dict, budget: float) -> dict:
             f"budget: expected at least {spent:.0f} bytes for the coarsest steps tried, found {budget:.0f}"
         )
     moves = sorted(
-        (_slope(a, b), key, i + 1)
-        for key, hull in hulls.items()
-        for i, (a, b) in enumerate(zip(hull, hull[1:], strict=False))
+        (_slope(a, b), key, i) for key, hull in hulls.items() for i, (a, b) in enumerate(pairwise(hull), start=1)
     )
     # on a convex hull slopes rise towards 0, so a plane's moves come in order
     closed = set()

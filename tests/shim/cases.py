@@ -67,7 +67,8 @@ def replay(codec_id: str, fmt: str):
     def run(backend) -> None:
         for expected in golden_rows(codec_id, fmt, backend.shim.seed):
             shape = (expected["head_dim"], expected["kv_heads"], expected["page_tokens"])
-            assert golden_table.row(backend, codec_id, fmt, shape) == expected, shape
+            how = [expected[key] for key in ("options", "share") if key in expected]
+            assert golden_table.row(backend, codec_id, fmt, shape, *how) == expected, (shape, *how)
 
     return run
 
