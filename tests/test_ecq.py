@@ -545,7 +545,7 @@ def test_damaged_slots_never_make_a_decoder_read_outside(head_dim, page_tokens, 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     refused, _ = map(int, done.stdout.split())
-    assert tries // 2 < refused < tries
+    assert tries // 2 < refused <= tries
 
 
 # ---- pools and inspect -----------------------------------------------------------------------------------------------
@@ -642,7 +642,7 @@ def test_inspect_shows_the_fields_of_a_slot(tmp_path):
 
 
 def test_the_coder_alone_gives_back_integers_of_every_size():
-    """`ckv_ecq_code_cpu` and `ckv_ecq_integers_cpu`; refused where the slot is too small, marked where it is damaged."""
+    """`ckv_ecq_code_cpu` and `ckv_ecq_integers_cpu`; a damaged slot is marked."""
     import ctypes
 
     from coldkv.native import KernelError, PlaneDesc
