@@ -71,11 +71,22 @@ def run_bench(
             backend=engine.name, threads=threads, head_dim=head_dim, page_tokens=page_tokens, head_pages=head_pages
         )
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else _processor()
-    run = {
+    return {"schema": SCHEMA, "run": _run(device, repeat), "rows": rows}
+
+
+def run_entropy_bench(*, head_dim=256, page_tokens=64, head_pages=256, repeat=7) -> dict:
+    """One `coldkv.bench/1` document of `entropy_bench.entropy_rows`."""
+    from coldkv.entropy_bench import entropy_rows
+
+    rows = entropy_rows(head_dim, page_tokens, head_pages, repeat)
+    return {"schema": SCHEMA, "run": _run(_processor(), repeat), "rows": rows}
+
+
+def _run(device: str, repeat: int) -> dict:
+    return {
         "version": __version__, "git": git_revision(), "device": device, "torch": torch.__version__, "repeat": repeat,
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "argv": sys.argv[1:],
     }  # fmt: skip
-    return {"schema": SCHEMA, "run": run, "rows": rows}
 
 
 def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -> list[Operation]:

@@ -123,6 +123,11 @@ CKV_DECLARE_CODEC(native)
                                        void* scales, const ckv_ecq_params* params, tail);
 CKV_DECLARE_ECQ(cpu, int threads)
 CKV_DECLARE_ECQ(cuda, void* stream)
+/* The coder alone, on the host. integers: slots -> k int16 [n, T, D]. code: k, |k| <= 32767, -> slots of the uncalibrated model with
+ * step 0 and without row bytes, words int32 [n]; a head-page that does not fit is an all-zero slot. desc->format is not looked at. */
+CKV_API int ckv_ecq_integers_cpu(const ckv_plane_desc* desc, const uint8_t* slots, int64_t stride, int16_t* k,
+                                 const ckv_ecq_params* params, int threads);
+CKV_API int ckv_ecq_code_cpu(const ckv_plane_desc* desc, const int16_t* k, uint8_t* slots, int64_t stride, int32_t* words, int threads);
 
 /* A codec whose slots are sized by what the data needs has a fourth function. lengths: int32 [n], the slot bytes that each
  * head-page needs, INT32_MAX where no size would do. From them the caller chooses one stride for a plane, a multiple of 16, and

@@ -199,6 +199,55 @@ extern "C" int ckv_ecq_restore_cpu(const ckv_plane_desc* d, const uint8_t* slots
       [&](int64_t page, int t, const uint16_t* values) { memcpy(plane + (page * T + t) * D, values, 2 * static_cast<size_t>(D)); },
       [&](int64_t page) { std::fill(plane + page * T * D, plane + (page + 1) * T * D, uint16_t{0x7FC0}); });
 }
+
+extern "C" int ckv_ecq_integers_cpu(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, int16_t* k,
+                                    const ckv_ecq_params* params, int threads) {
+  const int rc = ecq::check_all(d, slots, stride, params);
+  if (rc || !d->n) return rc;
+  if (!k) return CKV_E_NULL;
+  const int T = d->page_tokens, D = d->head_dim, padded = ceil_div(D, ecq::kLanes) * ecq::kLanes;
+  const std::vector<ecq::HeadParams> heads = ecq::head_params(*params, D);
+  std::atomic<bool> bad{false};
+  parallel_for(d->n, threads, page_grain(T, D), [&](int64_t begin, int64_t end) {
+    ecq::Workspace work;
+    for (int64_t page = begin; page < end; ++page) {
+      const uint8_t* slot = slots + page * stride;
+      const ecq::Header h = ecq::read_header(slot);
+      int16_t* to = k + page * T * D;
+      if (ecq::header_ok(h, T, stride, params->heads, ecq::check_byte(*params)) && ecq::read_page(slot, h, heads[h.head], T, D, work)) {
+        for (int t = 0; t < T; ++t) memcpy(to + t * D, work.k.data() + static_cast<size_t>(t) * padded, 2 * static_cast<size_t>(D));
+      } else {
+        std::fill(to, to + T * D, int16_t{-32768});  // no integer of a slot
+        bad.store(true, std::memory_order_relaxed);
+      }
+    }
+  });
+  return bad.load() ? CKV_E_SLOT : CKV_OK;
+}
+
+extern "C" int ckv_ecq_code_cpu(const ckv_plane_desc* d, const int16_t* k, uint8_t* slots, int64_t stride, int32_t* words, int threads) {
+  ckv_ecq_params params{};
+  params.heads = 1;
+  const int rc = ecq::check_all(d, slots, stride, &params);
+  if (rc || !d->n) return rc;
+  if (!k || !words) return CKV_E_NULL;
+  const int T = d->page_tokens, D = d->head_dim;
+  const std::vector<ecq::HeadParams> heads = ecq::head_params(params, D);
+  const uint32_t room = ecq::room_of(stride, T, false);
+  parallel_for(d->n, threads, page_grain(T, D), [&](int64_t begin, int64_t end) {
+    ecq::Workspace work;
+    for (int64_t page = begin; page < end; ++page) {
+      ecq::PageEncoder encoder(params, heads[0], T, D, work);
+      const uint32_t need = encoder.code_integers(k + page * T * D);
+      words[page] = static_cast<int32_t>(need);
+      if (need <= room)
+        encoder.write(slots + page * stride, stride, 0, false);
+      else
+        memset(slots + page * stride, 0, static_cast<size_t>(stride));
+    }
+  });
+  return CKV_OK;
+}
 #endif  // CKV_BUILD_HOST
 
 #if CKV_BUILD_DEVICE

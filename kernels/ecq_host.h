@@ -123,6 +123,28 @@ class PageEncoder {
     return static_cast<uint32_t>(w_.words.data() + w_.words.size() - at_);
   }
 
+  // Codes given integers [T, D]; words needed.
+  uint32_t code_integers(const int16_t* k) {
+    int64_t sum = 0;
+    int most = 0;
+    for (int t = 0; t < T_; ++t, k += D_) {
+      int16_t* to = w_.k.data() + static_cast<size_t>(t) * padded_;
+      int row = 0;
+      for (int c = 0; c < D_; ++c) {
+        const int a = k[c] < 0 ? -k[c] : k[c];
+        to[c] = k[c], row += a < kReach ? a : kReach, most = a > most ? a : most;
+      }
+      std::fill(to + D_, to + padded_, int16_t{0});
+      sum += row;
+    }
+    std::fill(w_.row_byte.begin(), w_.row_byte.end(), uint8_t{0});
+    step_ = 0, wide_ = most > kReach;
+    prior_ = -magnitude_code(static_cast<int32_t>((sum << 10) / (static_cast<int64_t>(T_) * D_)));
+    choose_symbols();
+    code();
+    return static_cast<uint32_t>(w_.words.data() + w_.words.size() - at_);
+  }
+
   // Slot of the last attempt.
   void write(uint8_t* slot, int64_t slot_bytes, int head, bool coarser) const {
     const uint32_t words = static_cast<uint32_t>(w_.words.data() + w_.words.size() - at_);
@@ -145,8 +167,30 @@ class PageEncoder {
       const float q = 1.0f / step_value(step_ - 2 * w_.row_byte[t]);
       const float* y = w_.y.data() + static_cast<size_t>(t) * padded_;
       int16_t* k = w_.k.data() + static_cast<size_t>(t) * padded_;
-      int row = 0;
-      for (int c = 0; c < padded_; ++c) {
+      int row = 0, c = 0;
+#if CKV_AVX2
+      __m256i sums = _mm256_setzero_si256(), largest = sums;
+      const __m256 sign = _mm256_set1_ps(-0.0f);
+      for (; c < padded_; c += 16) {
+        __m256i v[2];
+        for (int half = 0; half < 2; ++half) {
+          const __m256 z = _mm256_mul_ps(_mm256_loadu_ps(y + c + 8 * half), _mm256_set1_ps(q));
+          const __m256 size = _mm256_min_ps(_mm256_andnot_ps(sign, z), _mm256_set1_ps(32767.0f));
+          const __m256i a = _mm256_cvttps_epi32(_mm256_add_ps(size, _mm256_set1_ps(p_.rounding)));
+          sums = _mm256_add_epi32(sums, _mm256_min_epi32(a, _mm256_set1_epi32(kReach)));
+          largest = _mm256_max_epi32(largest, a);
+          const __m256i negative = _mm256_srai_epi32(_mm256_castps_si256(z), 31);
+          v[half] = _mm256_sub_epi32(_mm256_xor_si256(a, negative), negative);
+        }
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(v[0], v[1]), 0xD8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(k + c), packed);
+      }
+      alignas(32) int32_t lanes[16];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 8), largest);
+      for (int l = 0; l < 8; ++l) row += lanes[l], most = std::max(most, lanes[l + 8]);
+#endif
+      for (; c < padded_; ++c) {
         const int32_t v = integer_of(y[c], q, p_.rounding), a = v < 0 ? -v : v;
         k[c] = static_cast<int16_t>(v);
         row += a < kReach ? a : kReach;

@@ -562,8 +562,8 @@ def _read(codec: Ecq, slots, geometry: Geometry):
 
 
 def _integers(raw: np.ndarray, h: np.ndarray, priors: np.ndarray, geometry: Geometry):
-    """Slots with sound headers, priors `[heads, D]` -> integers int64 `[n, T, D]`, row bytes int64 `[n, T]`, bool `[n]`:
-    streams that do not end as they must."""
+    """Slots with sound headers, priors `[heads, D]` -> integers int64 `[n, T, D]`, row bytes int64 `[n, T]`, and
+    bool `[n]`: streams that do not end as they must."""
     n, T, D = len(raw), geometry.page_tokens, geometry.head_dim
     P, rows = round_up(D, LANES), (h["flags"] & ROWS) != 0
     count = (h["words"] & MOST_WORDS).astype(np.int64)

@@ -30,26 +30,37 @@ from coldkv.atomic import atomic_path, check_output
 @click.option(
     "--repeat", type=click.IntRange(1, 10_000), default=7, show_default=True, help="Timed rounds; figures are medians."
 )
+@click.option("--entropy", is_flag=True, help="The coder of ecq against zstd -1 instead; needs the package zstandard.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--results", type=click.Path(dir_okay=False), help="Write the JSON document to FILE.")
-def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages, repeat, as_json, results):
+def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages, repeat, entropy, as_json, results):
     """Time every operation of a tier and its codecs against memcpy.
 
     Bytes are those read plus those written, for the operation and for memcpy alike. Operations and their memcpy take
-    turns within a round, so that a busy machine slows both.
+    turns within a round, so that a busy machine slows both. --entropy: one thread of the cpu backend, the same integers
+    through the coder of ecq and through zstd level 1; at most 256 head-pages.
     """
     if results:
         check_output(results)
-    from coldkv.bench import dumps, print_table, run_bench
+    from coldkv.bench import dumps, print_table, run_bench, run_entropy_bench
 
-    document = run_bench(
-        codec_ids=codec_ids, tier=tier, backend=backend, threads=threads, head_dim=head_dim, page_tokens=page_tokens,
-        head_pages=head_pages, repeat=repeat,
-    )  # fmt: skip
+    if entropy:
+        document = run_entropy_bench(
+            head_dim=head_dim, page_tokens=page_tokens, head_pages=min(head_pages, 256), repeat=repeat
+        )
+    else:
+        document = run_bench(
+            codec_ids=codec_ids, tier=tier, backend=backend, threads=threads, head_dim=head_dim,
+            page_tokens=page_tokens, head_pages=head_pages, repeat=repeat,
+        )  # fmt: skip
     if results:
         with atomic_path(results) as temporary:
             temporary.write_text(dumps(document), encoding="utf-8")
     if as_json:
         click.echo(dumps(document), nl=False)
+    elif entropy:
+        from coldkv.entropy_bench import print_rows
+
+        print_rows(document["rows"])
     else:
         print_table(document)
