@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from coldkv._version import __version__
-from coldkv.backends import get_backend
+from coldkv.backends import fitted, get_backend
 from coldkv.codecs import all_codecs, parse_codec
 from coldkv.errors import InputError
 from coldkv.formats import FORMATS, tier_formats
@@ -105,6 +105,7 @@ def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -
 
 def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Operation]:
     fmt, n = hot.format, hot.head_pages
+    codec = fitted(codec, hot, geometry, engine)
     slots, valid = engine.encode(codec, hot, geometry)
     if not bool(valid.all()):
         raise InputError(f"bench: codec {codec.id} refused generated pages of format {fmt}")
@@ -113,6 +114,11 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
     plane = empty_plane(back, n, geometry, engine.device)
     written = n * FORMATS[back].bytes(geometry)
     read, packed = hot.nbytes, slots.nbytes
+
+    lengths = torch.empty(n, dtype=torch.int32, device=engine.device)
+
+    def measure_lengths():
+        engine.lengths(codec, hot, geometry, **out(lengths))
 
     def encode():
         engine.encode(codec, hot, geometry, **out(target))
@@ -123,7 +129,9 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
     def restore():
         engine.restore(codec, slots, geometry, fmt, **out(plane))
 
+    first = [Operation("lengths", codec.label, fmt, read + lengths.nbytes, measure_lengths)] if codec.sized else []
     return [
+        *first,
         Operation("encode", codec.label, fmt, read + packed, encode),
         Operation("decode", codec.label, fmt, packed + y.nbytes, decode),
         Operation("restore", codec.label, fmt, packed + written, restore),
