@@ -17,7 +17,8 @@ from coldkv.errors import ToolError
 from coldkv.native import Library, _first_error, _key, _locked, _version_text, cache_dir, kernels_dir
 
 ARCHITECTURES = (80, 90, 120)  # Ampere, Hopper, Blackwell (consumer); PTX of the newest for what comes later
-CUDA_FLAGS = ("-O3", "-std=c++17", "-fmad=false", "--threads=0", "-Xcompiler", "-fvisibility=hidden")
+CODE_FLAGS = ("-O3", "-std=c++17", "-fmad=false")  # what decides over the device code
+CUDA_FLAGS = (*CODE_FLAGS, "--threads=0", "-Xcompiler", "-fvisibility=hidden")
 
 # An importable module with nothing in it: what the library offers is its C functions.
 MODULE_SOURCE = """

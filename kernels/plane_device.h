@@ -66,7 +66,8 @@ CKV_DEVICE void store_nibbles(const float* v, int len, float s, uint8_t* out) {
   if constexpr (kWide) {
     *reinterpret_cast<uint2*>(out) = make_uint2(word[0], word[1]);
   } else {
-    for (int i = 0; 2 * i < len; ++i) out[i] = static_cast<uint8_t>(word[i / 4] >> 8 * (i % 4));
+    for (int i = 0; i < 8; ++i)  // constant bounds: `word` must stay in registers
+      if (2 * i < len) out[i] = static_cast<uint8_t>(word[i / 4] >> 8 * (i % 4));
   }
 }
 

@@ -43,7 +43,8 @@ CKV_KERNEL int8_kernel(const float* x, int8_t* codes, uint16_t* scales, int64_t 
     if constexpr (kWide)
       *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
     else
-      for (int k = 0; k < len; ++k) to[k] = static_cast<int8_t>(word[k / 4] >> 8 * (k % 4));
+      for (int k = 0; k < 16; ++k)  // constant bounds: `word` must stay in registers
+        if (k < len) to[k] = static_cast<int8_t>(word[k / 4] >> 8 * (k % 4));
   }
 }
 
