@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from coldkv import results
 from coldkv.errors import InputError
-from coldkv.report import bench
+from coldkv.report import bench, gpu
 
 
 @dataclass(frozen=True)
 class ResultFile:
-    """One file: `kind` is "results" or "bench", `doc` the validated document (its summary recomputed from the rows)."""
+    """One file: `kind` is "results" or "bench" (timings, also those of a GPU check), `doc` the validated document (its
+    summary recomputed from the rows)."""
 
     path: str
     kind: str
@@ -33,5 +34,8 @@ def load(path: str | os.PathLike) -> ResultFile:
     if schema == bench.SCHEMA:
         bench.validate(doc, str(path))
         return ResultFile(str(path), "bench", doc)
-    known = f"{results.SCHEMA} or {bench.SCHEMA}"
+    if schema == gpu.SCHEMA:
+        gpu.validate(doc, str(path))
+        return ResultFile(str(path), "bench", doc)
+    known = f"{results.SCHEMA}, {bench.SCHEMA} or {gpu.SCHEMA}"
     raise InputError(f"{path}: schema: expected {known}, found {schema!r}; give a file written by --results")
