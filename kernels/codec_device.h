@@ -16,9 +16,9 @@ constexpr int kUnroll = 4;
 CKV_DEVICE void finish_slot(uint8_t* slot, const SlotShape& shape, bool bad, int32_t* valid) {
   const bool refused = any_in_block(bad);
   if (refused)
-    block_fill(slot, 0, shape.bytes);
+    block_fill(slot, 0, static_cast<int>(shape.bytes));
   else
-    block_fill(slot + shape.payload_end, 0, shape.bytes - shape.payload_end);
+    block_fill(slot + shape.payload_end, 0, static_cast<int>(shape.bytes - shape.payload_end));
   if (threadIdx.x == 0) *valid = refused ? 0 : 1;
 }
 
@@ -88,6 +88,7 @@ CKV_KERNEL slot_to_values_kernel(const uint8_t* slots, int64_t stride, SlotShape
   for (int base = static_cast<int>(threadIdx.x); base < items; base += kAtOnce * threads) {
     uint32_t n[kAtOnce];
     uint8_t byte[kAtOnce];
+#pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int i = base + u * threads;
       if (i >= items) continue;
@@ -95,6 +96,7 @@ CKV_KERNEL slot_to_values_kernel(const uint8_t* slots, int64_t stride, SlotShape
       byte[u] = slot.scales[scale_byte_index<kLinear>(i * kChannels, shape)];
     }
     const float page_scale = slot.page_scale(check);  // NaN times anything is NaN
+#pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int i = base + u * threads;
       if (i < items) Output::template store<kChannels>(n[u], e4m3_to_float(byte[u]) * page_scale, page + i * kChannels);
@@ -121,9 +123,11 @@ CKV_KERNEL slot_to_int8_kernel(const uint8_t* slots, int64_t stride, SlotShape s
     if (thread < scale_count) first_scale = reinterpret_cast<const uint32_t*>(slot.scales)[thread];
     for (int base = thread; base < items; base += kUnroll * threads) {
       Packed<CKV_NVFP4> q[kUnroll];
+#pragma unroll
       for (int u = 0; u < kUnroll; ++u)
         if (base + u * threads < items) q[u].load(slot.nibbles + 8 * (base + u * threads));
       const uint32_t keep = check.accepts(slot.header) ? ~0u : 0u;
+#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (base + u * threads >= items) continue;
         const uint32_t a = q[u].word[0] & keep, b = q[u].word[1] & keep;
@@ -148,8 +152,8 @@ CKV_KERNEL slot_to_int8_kernel(const uint8_t* slots, int64_t stride, SlotShape s
 // Nibbles and scale bytes as they are.
 CKV_KERNEL slot_to_nibbles_kernel(const uint8_t* slots, int64_t stride, SlotShape shape, SlotCheck check, uint8_t* codes, uint8_t* scales) {
   const SlotReader slot(slots + blockIdx.x * stride, shape);
-  const int64_t code_bytes = shape.scales_at - static_cast<int64_t>(sizeof(SlotHeader)), scale_bytes = shape.payload_end - shape.scales_at;
-  uint8_t *c = codes + blockIdx.x * code_bytes, *s = scales + blockIdx.x * scale_bytes;
+  const int code_bytes = shape.T * shape.D / 2, scale_bytes = shape.T * shape.g16;
+  uint8_t *c = codes + static_cast<int64_t>(blockIdx.x) * code_bytes, *s = scales + static_cast<int64_t>(blockIdx.x) * scale_bytes;
   if (check.accepts(slot.header)) {
     block_copy(c, slot.nibbles, code_bytes);
     block_copy(s, slot.scales, scale_bytes);

@@ -50,16 +50,18 @@ CKV_DEVICE uint32_t quick_nibble<Iso3>(float v, float r) {
   return i | (i ? sign : 0u);
 }
 
-// Nibbles of 16 finite values at scale s, the first in the lowest bits of word[0]. amax is their largest magnitude.
+// Nibbles of 16 finite values at scale s, the first in the lowest bits of word[0]; no magnitude may be beyond the reach.
 template <class Alphabet>
-CKV_DEVICE void nibbles_of(const float* v, float amax, float s, uint32_t* word) {
+CKV_DEVICE void quick_nibbles(const float* v, float s, uint32_t* word) {
+  const float r = raised_reciprocal(s);
   word[0] = word[1] = 0;
-  if (amax <= Reach<Alphabet>::kScales * s) {
-    const float r = raised_reciprocal(s);
-    for (int i = 0; i < 16; ++i) word[i / 8] |= quick_nibble<Alphabet>(v[i], r) << 4 * (i % 8);
-  } else {
-    for (int i = 0; i < 16; ++i) word[i / 8] |= nibble_of<Alphabet>(v[i], s) << 4 * (i % 8);
-  }
+  for (int i = 0; i < 16; ++i) word[i / 8] |= quick_nibble<Alphabet>(v[i], r) << 4 * (i % 8);
+}
+// The same by comparisons, for any magnitude.
+template <class Alphabet>
+CKV_DEVICE void plain_nibbles(const float* v, float s, uint32_t* word) {
+  word[0] = word[1] = 0;
+  for (int i = 0; i < 16; ++i) word[i / 8] |= nibble_of<Alphabet>(v[i], s) << 4 * (i % 8);
 }
 
 // ---- int8 codes -------------------------------------------------------------------------------------------------------------
@@ -72,17 +74,17 @@ CKV_DEVICE void codes_to_tiny(uint32_t codes, float* x) {
 
 // Largest |code| of 16, as a float.
 CKV_DEVICE float largest_code(const float* tiny) {
-  uint32_t most = 0;  // comparing bits leaves the magnitudes' order alone
-  for (int i = 0; i < 16; ++i) most = larger(most, bits_of(tiny[i]) & 0x7FFFFFFFu);
-  return float_of(most) * kUp126;
+  float most = fabsf(tiny[0]);
+  for (int i = 1; i < 16; ++i) most = fmaxf(most, fabsf(tiny[i]));
+  return most * kUp126;
 }
 
 // E2M1 indices of eight codes, one in each nibble. ratio = scale of the codes * raised reciprocal of s; no |code| may be 6.5 s.
 CKV_DEVICE uint32_t index_word(const float* tiny, float ratio) {
   uint32_t pair[4];
-  for (int i = 0; i < 4; ++i) {  // the even code's index goes to bits 24..26, the odd one's to 28..30
+  for (int i = 0; i < 4; ++i) {  // the even code's index goes to bits 24..26, the odd one's to 28..30; what is below does not matter
     const uint32_t even = bits_of(tiny[2 * i] * ratio) * 4u + 0x00800000u, odd = bits_of(tiny[2 * i + 1] * ratio) * 64u + 0x08000000u;
-    pair[i] = (even & 0x0F000000u) | (odd & 0xF0000000u);
+    pair[i] = (even & 0x0FFFFFFFu) | (odd & 0xF0000000u);
   }
   return permute_bytes(permute_bytes(pair[0], pair[1], 0x0073u), permute_bytes(pair[2], pair[3], 0x7300u), 0x7610u);
 }

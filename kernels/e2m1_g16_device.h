@@ -101,6 +101,17 @@ CKV_DEVICE void index_words(const float* magnitude, float s, uint32_t* word) {
 
 CKV_DEVICE float with_margin(float error) { return error * (1.0f + 0x1p-17f) + 0x1p-140f; }
 
+// squared_error() of e2m1_g16_core.h: each difference has at most 20 bits, so that it is exact in fp32 and its square in fp64.
+CKV_DEVICE double exact_error(const float* magnitude, float s) {
+  const float r = raised_reciprocal(s);
+  double sum = 0.0;
+  for (int i = 0; i < 16; ++i) {
+    const double e = static_cast<double>(fmaf(-(tiny_magnitude(magnitude[i], r) * kUp126), s, magnitude[i]));
+    sum = fma(e, e, sum);
+  }
+  return sum;
+}
+
 // Candidate of the least squared error, its distance from `lo`. Magnitudes are scaled by a power of two, so that squares neither
 // overflow nor, where they matter, underflow.
 CKV_DEVICE int best_of(const float* magnitude, int lo) {
@@ -109,6 +120,7 @@ CKV_DEVICE int best_of(const float* magnitude, int lo) {
   float v[16], least = 0x1p100f;
   unsigned close = 0;  // candidates that may be the best, and perhaps some more
   for (int i = 0; i < 16; ++i) v[i] = magnitude[i] * scale;
+#pragma unroll 1
   for (int j = 0; j < g16::kCandidates; ++j) {
     const float s = g16::u_value(lo + 8 * octaves + j), r = raised_reciprocal(s);
     float error = 0.0f;
@@ -120,14 +132,16 @@ CKV_DEVICE int best_of(const float* magnitude, int lo) {
     close = (with_margin(error) < least ? 0u : close) | 1u << j;
     least = fminf(least, error);
   }
-  int best = 31 - __clz(static_cast<int>(close & (0u - close)));
-  if (close & (close - 1u)) {
-    double least_exact = g16::squared_error(magnitude, g16::u_value(lo + best));
-    for (int j = best + 1; j < g16::kCandidates; ++j) {
-      if (!(close >> j & 1u)) continue;
-      const double e = g16::squared_error(magnitude, g16::u_value(lo + j));
-      if (e < least_exact) least_exact = e, best = j;
-    }
+  if (!(close & (close - 1u))) return 31 - __clz(static_cast<int>(close));
+  int best = 0;
+  double least_exact = 0.0;
+  bool none = true;
+#pragma unroll 1
+  for (int j = 0; j < g16::kCandidates; ++j) {
+    if (!(close >> j & 1u)) continue;
+    const double e = exact_error(magnitude, g16::u_value(lo + j));
+    if (none || e < least_exact) least_exact = e, best = j;
+    none = false;
   }
   return best;
 }
@@ -182,7 +196,7 @@ struct Groups {
   }
 };
 
-// What the first pass has loaded ahead of its use.
+// What the search has loaded ahead of its use.
 template <int F, bool kWide>
 struct Loaded {
   Packed<F> q;
@@ -222,6 +236,30 @@ struct Loaded<F, false> {
   }
 };
 
+// A group below the page's normal range chooses again among the E4M3 numbers. Writes its nibbles, returns its scale byte.
+template <int F, bool kWide>
+CKV_DEVICE uint8_t recode(const Groups<F, kWide>& page, int i, float P, uint8_t* nibbles) {
+  float v[16], magnitude[16];
+  uint32_t word[2], signs[2] = {0u, 0u};
+  page.values(i, v);
+  for (int c = 0; c < 16; ++c) {
+    magnitude[c] = float_of(bits_of(v[c]) & 0x7FFFFFFFu);
+    signs[c / 8] |= (bits_of(v[c]) >> 28 & 8u) << 4 * (c % 8);
+  }
+  const g16::Range range = g16::coded_range(float_of(segment_amax_bits(v)), P);
+  int best = range.lo;
+  double least = 0.0;
+#pragma unroll 1
+  for (int c = range.lo; c <= range.hi; ++c) {
+    const double e = exact_error(magnitude, e4m3_to_float(static_cast<uint8_t>(c)) * P);
+    if (c == range.lo || e < least) least = e, best = c;
+  }
+  index_words(magnitude, e4m3_to_float(static_cast<uint8_t>(best)) * P, word);
+  for (int half = 0; half < 2; ++half) word[half] = with_signs(word[half], signs[half]);
+  store_nibbles<kWide>(word, page.length(i), nibbles + page.nibbles_at(i));
+  return static_cast<uint8_t>(best);
+}
+
 template <int F, bool kWide>
 CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
   CKV_SHARED(uint16_t, kept, kKept);
@@ -232,56 +270,52 @@ CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape 
   const Groups<F, kWide> page(codes, scales, shape);
   uint8_t *slot = slots + blockIdx.x * stride, *nibbles = slot + sizeof(SlotHeader), *scale_bytes = slot + shape.scales_at;
   const int total = shape.T * shape.g16, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  uint32_t my_u = 0, my_amax = 0;
-  Loaded<F, kWide> now, next;
-  if (thread < total) now.load(page, thread);
-  for (int i = thread; i < total; i += threads) {
-    if (i + threads < total) next.load(page, i + threads);  // under way while this group is searched
-    Choice choice = {g16::kTinyGroup, {0u, 0u}};
-    my_amax = larger(my_amax, now.search(page, i, &choice));
-    my_u = larger(my_u, static_cast<uint32_t>(choice.u));
-    store_nibbles<kWide>(choice.word, page.length(i), nibbles + page.nibbles_at(i));
-    if (i < kKept) kept[i] = static_cast<uint16_t>(choice.u);
-    now = next;
-  }
-  my_u = max_of_lanes<32>(my_u), my_amax = max_of_lanes<32>(my_amax);
-  if (thread % 32 == 0) {
-    atomicMax(u_max, static_cast<int>(my_u));
-    atomicMax(page_amax, static_cast<int>(my_amax));
-  }
-  __syncthreads();
-  const uint32_t most = static_cast<uint32_t>(page_amax[0]);
-  const bool refused = most > bits_of(g16::kHuge), zero = u_max[0] < g16::kFirstU;
-  const int exponent = zero ? 127 : g16::page_exponent(u_max[0]);
-  const float P = g16::page_scale(exponent);
-  // Four scale bytes per thread, one store where they are aligned.
   const bool words = shape.scales_at % 4 == 0;
-  for (int first = 4 * thread; first < total && !refused; first += 4 * threads) {
-    uint32_t bytes = 0;
-    const int count = total - first < 4 ? total - first : 4;
-    for (int k = 0; k < count; ++k) {
-      const int i = first + k;
-      float v[16], magnitude[16];
-      int u = i < kKept ? kept[i] : g16::kTinyGroup;
-      if (i >= kKept) {
-        page.values(i, v);
-        for (int c = 0; c < 16; ++c) magnitude[c] = float_of(bits_of(v[c]) & 0x7FFFFFFFu);
-        u = g16::pick_free(magnitude, float_of(segment_amax_bits(v)));
-      }
-      uint32_t byte = u == g16::kZeroGroup || zero ? g16::kZeroByte : g16::normal_byte(u, exponent);
-      if (!byte) {
-        page.values(i, v);
-        for (int c = 0; c < 16; ++c) magnitude[c] = float_of(bits_of(v[c]) & 0x7FFFFFFFu);
-        byte = g16::pick_coded(magnitude, float_of(segment_amax_bits(v)), P);
-        const float s = e4m3_to_float(static_cast<uint8_t>(byte)) * P;
-        uint32_t word[2] = {0u, 0u};
-        for (int c = 0; c < 16; ++c) word[c / 8] |= nibble_of<E2M1NoNegativeZero>(v[c], s) << 4 * (c % 8);
-        store_nibbles<kWide>(word, page.length(i), nibbles + page.nibbles_at(i));
-      }
-      bytes |= byte << 8 * k;
-      if (!words || count < 4) scale_bytes[i] = static_cast<uint8_t>(byte);
+  bool refused = false, zero = false;
+  int exponent = 0;
+  float P = 1.0f;
+  // One turn, unless the page has more groups than can be kept: then those of later turns are searched once more.
+#pragma unroll 1
+  for (int begin = 0; begin < total && !refused; begin += kKept) {
+    const int kept_end = total - begin < kKept ? total : begin + kKept, end = begin ? kept_end : total;
+    uint32_t my_u = 0, my_amax = 0;
+    Loaded<F, kWide> now, next;
+    if (begin + thread < end) now.load(page, begin + thread);
+#pragma unroll 1
+    for (int i = begin + thread; i < end; i += threads) {
+      if (i + threads < end) next.load(page, i + threads);  // under way while this group is searched
+      Choice choice = {g16::kTinyGroup, {0u, 0u}};
+      my_amax = larger(my_amax, now.search(page, i, &choice));
+      my_u = larger(my_u, static_cast<uint32_t>(choice.u));
+      store_nibbles<kWide>(choice.word, page.length(i), nibbles + page.nibbles_at(i));
+      if (i < kept_end) kept[i - begin] = static_cast<uint16_t>(choice.u);
+      now = next;
     }
-    if (words && count == 4) *reinterpret_cast<uint32_t*>(scale_bytes + first) = bytes;
+    my_u = max_of_lanes<32>(my_u), my_amax = max_of_lanes<32>(my_amax);
+    if (thread % 32 == 0) {
+      atomicMax(u_max, static_cast<int>(my_u));
+      atomicMax(page_amax, static_cast<int>(my_amax));
+    }
+    __syncthreads();
+    refused = static_cast<uint32_t>(page_amax[0]) > bits_of(g16::kHuge), zero = u_max[0] < g16::kFirstU;
+    exponent = zero ? 127 : g16::page_exponent(u_max[0]);
+    P = g16::page_scale(exponent);
+    // Four scale bytes per thread, in one store where they are aligned.
+#pragma unroll 1
+    for (int first = begin + 4 * thread; first < kept_end && !refused; first += 4 * threads) {
+      uint32_t bytes = 0;
+      const int count = kept_end - first < 4 ? kept_end - first : 4;
+#pragma unroll 1
+      for (int k = 0; k < count; ++k) {
+        const int u = kept[first + k - begin];
+        uint8_t byte = u == g16::kZeroGroup || zero ? g16::kZeroByte : g16::normal_byte(u, exponent);
+        if (!byte) byte = recode<F, kWide>(page, first + k, P, nibbles);
+        bytes |= static_cast<uint32_t>(byte) << 8 * k;
+        if (!words || count < 4) scale_bytes[first + k] = byte;
+      }
+      if (words && count == 4) *reinterpret_cast<uint32_t*>(scale_bytes + first) = bytes;
+    }
+    __syncthreads();  // before u of the next turn
   }
   if (thread == 0) store_header(slot, kVersion, kFlagValid, bits_of(P));
   finish_slot(slot, shape, refused, valid + blockIdx.x);

@@ -1,5 +1,5 @@
-// Device kernels of codec e2m1-g64: plane to slots in one pass. One block per head-page, one thread per 16 channels at a time;
-// four neighbouring lanes share a group's maximum.
+// Device kernels of codec e2m1-g64: plane to slots in one pass. One block per head-page, one thread per 16 or 32 channels at a time;
+// neighbouring lanes share a group's maximum.
 #pragma once
 
 #include "codec_device.h"
@@ -7,70 +7,117 @@
 namespace ckv {
 namespace e2m1_g64 {
 
-// One segment: its nibbles, and the scale byte of its group; false when the group holds what is not finite. All lanes of a warp
-// take part, those without a segment with zeros.
-template <int F>
-CKV_DEVICE bool encode_segment(const Packed<F>& q, uint32_t raw_scale, uint32_t* word, uint8_t* byte) {
+enum Outcome { kDone, kBeyondReach, kNotFinite };
+
+// The part of a group that one lane holds, kLanes lanes making a whole one: the group's scale byte, and the nibbles of this part
+// unless they need the comparisons. All lanes of a warp take part.
+template <int F, int kLanes>
+CKV_DEVICE Outcome encode_part(const Packed<F>* q, const uint32_t* raw_scale, uint32_t* word, uint8_t* byte) {
   using Alphabet = typename AlphabetOf<F>::type;
-  const float h = scale_value<F>(raw_scale);
+  constexpr int kSegments = 4 / kLanes;
   if constexpr (F == CKV_INT8) {
-    float tiny[16];
-    for (int i = 0; i < 4; ++i) codes_to_tiny(q.word[i], tiny + 4 * i);
-    const float most = float_of(max_of_lanes<4>(bits_of(largest_code(tiny)))), amax = float_of(bits_of(most * h) & 0x7FFFFFFFu);
-    if (not_finite(bits_of(amax))) return false;
+    const float h = scale_value<F>(raw_scale[0]);
+    float tiny[16 * kSegments], most = 0.0f;
+    for (int i = 0; i < 4 * kSegments; ++i) codes_to_tiny(q[i / 4].word[i % 4], tiny + 4 * i);
+    for (int k = 0; k < kSegments; ++k) most = fmaxf(most, largest_code(tiny + 16 * k));
+    const float amax = fabsf(float_of(max_of_lanes<kLanes>(bits_of(most))) * h);
+    if (not_finite(bits_of(amax))) return kNotFinite;
     *byte = group_scale<Alphabet>(amax);
     const float s = e4m3_to_float(*byte);
-    if (h > 0.0f && amax <= Reach<Alphabet>::kScales * s) {
-      const float ratio = h * raised_reciprocal(s);
-      word[0] = index_word(tiny, ratio) | sign_word(q.word[0], q.word[1]);
-      word[1] = index_word(tiny + 8, ratio) | sign_word(q.word[2], q.word[3]);
-      return true;
-    }
-    float v[16];  // scales that no quantizer writes, or that saturate
-    q.values(h, v);
-    nibbles_of<Alphabet>(v, amax, s, word);
+    if (!(h > 0.0f && amax <= Reach<Alphabet>::kScales * s)) return kBeyondReach;  // also scales that no quantizer writes
+    const float ratio = h * raised_reciprocal(s);
+    for (int i = 0; i < 2 * kSegments; ++i)
+      word[i] = index_word(tiny + 8 * i, ratio) | sign_word(q[i / 2].word[i % 2 * 2], q[i / 2].word[i % 2 * 2 + 1]);
   } else {
-    float v[16];
-    q.values(h, v);
-    const uint32_t amax = max_of_lanes<4>(segment_amax_bits(v));
-    if (not_finite(amax)) return false;
-    *byte = group_scale<Alphabet>(float_of(amax));
-    nibbles_of<Alphabet>(v, float_of(amax), e4m3_to_float(*byte), word);
+    float v[16 * kSegments];
+    uint32_t most = 0;
+    for (int k = 0; k < kSegments; ++k) {
+      q[k].values(scale_value<F>(raw_scale[k]), v + 16 * k);
+      most = larger(most, segment_amax_bits(v + 16 * k));
+    }
+    most = max_of_lanes<kLanes>(most);
+    if (not_finite(most)) return kNotFinite;
+    *byte = group_scale<Alphabet>(float_of(most));
+    const float s = e4m3_to_float(*byte);
+    if (float_of(most) > Reach<Alphabet>::kScales * s) return kBeyondReach;
+    for (int k = 0; k < kSegments; ++k) quick_nibbles<Alphabet>(v + 16 * k, s, word + 2 * k);
   }
-  return true;
+  return kDone;
 }
 
-// Rows are multiples of 64 channels: segment i of the page is 16 channels from 16 * i on, whatever its row.
+template <int F>
+CKV_DEVICE void encode_beyond_reach(const Packed<F>& q, uint32_t raw_scale, uint8_t byte, uint32_t* word) {
+  float v[16];
+  q.values(scale_value<F>(raw_scale), v);
+  plain_nibbles<typename AlphabetOf<F>::type>(v, e4m3_to_float(byte), word);
+}
+
+// What one thread encodes at once where rows are multiples of 64 channels: 32 int8 codes, 16 channels of other formats (their values
+// take more registers).
+template <int F>
+struct Item {
+  static constexpr int kSegments = F == CKV_INT8 ? 2 : 1, kLanes = 4 / kSegments, kBytes = kSegments * Packed<F>::kBytes;
+  Packed<F> q[kSegments];
+  uint32_t raw[kSegments];
+
+  // Item i of a page; `row_items` make a row.
+  CKV_DEVICE void load(const uint8_t* page_codes, const uint8_t* page_scales, unsigned i, unsigned row_items) {
+    for (int k = 0; k < kSegments; ++k) q[k].load(page_codes + i * kBytes + k * Packed<F>::kBytes);
+    if constexpr (F == CKV_INT8 || F == CKV_FP8) {
+      raw[0] = load_scale<F>(page_scales, static_cast<int>(F == CKV_INT8 ? i / kLanes : i / row_items));
+      for (int k = 1; k < kSegments; ++k) raw[k] = raw[0];
+    } else {
+      for (int k = 0; k < kSegments; ++k) raw[k] = load_scale<F>(page_scales, static_cast<int>(i * kSegments) + k);
+    }
+  }
+  CKV_DEVICE static void store(const uint32_t* word, uint8_t* nibbles, unsigned i) {
+    if constexpr (kSegments == 2)
+      reinterpret_cast<uint4*>(nibbles)[i] = make_uint4(word[0], word[1], word[2], word[3]);
+    else
+      reinterpret_cast<uint2*>(nibbles)[i] = make_uint2(word[0], word[1]);
+  }
+};
+
+// Rows are multiples of 64 channels: nothing depends on where a row ends.
 template <int F>
 CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
-  const int lanes = shape.g16, total = shape.T * lanes, threads = static_cast<int>(blockDim.x);
-  const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * total * Packed<F>::kBytes;
+  constexpr int kSegments = Item<F>::kSegments, kAtOnce = Item<F>::kBytes == 32 ? 2 : 4;
+  const unsigned row_items = static_cast<unsigned>(shape.g16) / kSegments, total = static_cast<unsigned>(shape.T) * row_items;
+  const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * total * Item<F>::kBytes;
   const uint8_t* page_scales = scales + static_cast<int64_t>(blockIdx.x) * shape.T * scale_row_bytes(F, shape.D);
   uint8_t *slot = slots + blockIdx.x * stride, *nibbles = slot + sizeof(SlotHeader), *scale_bytes = slot + shape.scales_at;
   if (threadIdx.x == 0) store_header(slot, kVersion, kFlagValid, 0);
   bool bad = false;
-  for (int base = 0; base < total; base += kUnroll * threads) {
-    Packed<F> q[kUnroll];
-    uint32_t raw[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * threads + static_cast<int>(threadIdx.x);
-      q[u].clear(), raw[u] = 0;
-      if (i < total) {
-        q[u].load(page_codes + i * Packed<F>::kBytes);
-        raw[u] = load_scale<F>(page_scales, scale_index<F>(i, lanes));
-      }
+  for (unsigned base = 0; base < total; base += kAtOnce * blockDim.x) {
+    const unsigned mine = base + threadIdx.x;
+    Item<F> item[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const unsigned i = mine + u * blockDim.x;
+      item[u].load(page_codes, page_scales, i < total ? i : total - 1, row_items);
     }
-    for (int u = 0; u < kUnroll; ++u) {
-      const int first = base + u * threads, i = first + static_cast<int>(threadIdx.x);
-      if (first >= total) break;  // the same for the whole block
-      uint32_t word[2];
+    uint32_t beyond = 0, beyond_bytes = 0;  // items that need the comparisons: one bit each, and their scale bytes
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (base + u * blockDim.x >= total) continue;  // the same for the whole block
+      const unsigned i = mine + u * blockDim.x;
+      uint32_t word[2 * kSegments];
       uint8_t byte = 0;
-      const bool ok = encode_segment<F>(q[u], raw[u], word, &byte);
-      bad = bad || !ok;
-      if (ok && i < total) {
-        store_nibbles<true>(word, 16, nibbles + 8 * i);
-        if (i % 4 == 0) *reinterpret_cast<uint32_t*>(scale_bytes + i) = byte * 0x01010101u;
-      }
+      const Outcome outcome = encode_part<F, Item<F>::kLanes>(item[u].q, item[u].raw, word, &byte);
+      if (i >= total) continue;
+      bad = bad || outcome == kNotFinite;
+      if (outcome == kBeyondReach) beyond |= 1u << u, beyond_bytes |= static_cast<uint32_t>(byte) << 8 * u;
+      if (outcome == kDone) Item<F>::store(word, nibbles, i);
+      if (i % Item<F>::kLanes == 0) *reinterpret_cast<uint32_t*>(scale_bytes + i * kSegments) = byte * 0x01010101u;
+    }
+#pragma unroll 1
+    for (unsigned i = mine; beyond; i += blockDim.x, beyond >>= 1, beyond_bytes >>= 8) {
+      if (!(beyond & 1u)) continue;
+      Item<F> again;
+      uint32_t word[2 * kSegments];
+      again.load(page_codes, page_scales, i, row_items);
+      for (int k = 0; k < kSegments; ++k) encode_beyond_reach<F>(again.q[k], again.raw[k], static_cast<uint8_t>(beyond_bytes), word + 2 * k);
+      Item<F>::store(word, nibbles, i);
     }
   }
   finish_slot(slot, shape, bad, valid + blockIdx.x);
@@ -79,7 +126,6 @@ CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, Slo
 // Rows of any length. kWide: multiples of 16 channels.
 template <int F, bool kWide>
 CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
-  using Alphabet = typename AlphabetOf<F>::type;
   const int code_row = static_cast<int>(code_row_bytes(F, shape.D)), scale_row = static_cast<int>(scale_row_bytes(F, shape.D));
   const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * shape.T * code_row;
   const uint8_t* page_scales = scales + static_cast<int64_t>(blockIdx.x) * shape.T * scale_row;
@@ -93,7 +139,7 @@ CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotS
     const int len = active ? (shape.D - ch < 16 ? shape.D - ch : 16) : 0;
     uint32_t word[2];
     uint8_t byte = 0;
-    bool ok = true;
+    Outcome outcome = kDone;
     if constexpr (kWide) {
       Packed<F> q;
       uint32_t raw = 0;
@@ -102,19 +148,21 @@ CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotS
         q.load(page_codes + row * code_row + j * Packed<F>::kBytes);
         raw = load_scale<F>(page_scales + row * scale_row, scale_index<F>(j, lanes));
       }
-      ok = encode_segment<F>(q, raw, word, &byte);
+      outcome = encode_part<F, 4>(&q, &raw, word, &byte);
+      if (outcome == kBeyondReach) encode_beyond_reach<F>(q, raw, byte, word);
     } else {
+      using Alphabet = typename AlphabetOf<F>::type;
       float v[16] = {};
       if (active) load_short_segment<F>(page_codes + row * code_row, page_scales + row * scale_row, ch, len, v);
       const uint32_t amax = max_of_lanes<4>(segment_amax_bits(v));
-      ok = !not_finite(amax);
-      if (ok) {
+      outcome = not_finite(amax) ? kNotFinite : kDone;
+      if (outcome == kDone) {
         byte = group_scale<Alphabet>(float_of(amax));
-        nibbles_of<Alphabet>(v, float_of(amax), e4m3_to_float(byte), word);
+        plain_nibbles<Alphabet>(v, e4m3_to_float(byte), word);
       }
     }
-    bad = bad || !ok;
-    if (ok && active) {
+    bad = bad || outcome == kNotFinite;
+    if (outcome != kNotFinite && active) {
       store_nibbles<kWide>(word, len, nibbles + (row * shape.D + ch) / 2);
       scale_bytes[row * shape.g16 + j] = byte;
     }
@@ -126,7 +174,7 @@ inline int launch_encode(const ckv_plane_desc& d, const void* codes, const void*
                          void* stream) {
   const SlotShape shape(d.page_tokens, d.head_dim);
   const uint8_t *c = static_cast<const uint8_t*>(codes), *s = static_cast<const uint8_t*>(scales);
-  const unsigned grid = static_cast<unsigned>(d.n), block = block_for(static_cast<int64_t>(shape.T) * shape.g16, kUnroll);
+  const unsigned grid = static_cast<unsigned>(d.n), block = block_for(static_cast<int64_t>(shape.T) * shape.g16, 4);
   with_format(d.format, [&](auto tag) {
     constexpr int F = decltype(tag)::value;
     if (shape.D % 64 == 0)

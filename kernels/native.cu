@@ -93,11 +93,11 @@ CKV_DEVICE uint32_t no_scales(uint32_t bytes, int count) {
 }
 
 CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint16_t flags, uint8_t* slots, int64_t stride, int32_t* valid) {
-  const int64_t code_bytes = shape.scales_at - static_cast<int64_t>(sizeof(SlotHeader)), scale_bytes = shape.payload_end - shape.scales_at;
+  const int code_bytes = shape.T * shape.D / 2, scale_bytes = shape.T * shape.g16;
   uint8_t* slot = slots + blockIdx.x * stride;
   uint32_t bad = 0;
-  block_copy(slot + sizeof(SlotHeader), codes + blockIdx.x * code_bytes, code_bytes);
-  block_copy(slot + shape.scales_at, scales + blockIdx.x * scale_bytes, scale_bytes,
+  block_copy(slot + sizeof(SlotHeader), codes + static_cast<int64_t>(blockIdx.x) * code_bytes, code_bytes);
+  block_copy(slot + shape.scales_at, scales + static_cast<int64_t>(blockIdx.x) * scale_bytes, scale_bytes,
              [&](uint32_t bytes, int count) { bad |= no_scales(bytes, count); });
   if (threadIdx.x == 0) store_header(slot, kVersion, flags, 0);
   finish_slot(slot, shape, bad != 0, valid + blockIdx.x);

@@ -43,9 +43,10 @@ CKV_HD float e4m3_to_float(uint8_t c) {
 }
 
 CKV_HD float fp16_to_float(uint16_t h) {
-#if CKV_BUILD_DEVICE
-  const uint32_t bits = (h & 0x8000u) << 16 | (h & 0x7FFFu) << 13;
-  return (h & 0x7C00u) == 0x7C00u ? float_of(bits | 0x7F800000u) : float_of(bits) * 0x1p112f;
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
 #else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, e = h >> 10 & 31u, m = h & 1023u;
   if (e == 31u) return float_of(sign | 0x7F800000u | m << 13);
@@ -56,6 +57,11 @@ CKV_HD float fp16_to_float(uint16_t h) {
 
 // Nearest fp16, ties to even, overflow to infinity. x is not NaN.
 CKV_HD uint16_t fp16_from_float(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const uint32_t u = bits_of(x), a = u & 0x7FFFFFFFu;
   const uint16_t sign = static_cast<uint16_t>(u >> 16 & 0x8000u);
   if (a >= 0x477FF000u) return sign | 0x7C00u;  // >= 65520
@@ -64,6 +70,7 @@ CKV_HD uint16_t fp16_from_float(float x) {
     return static_cast<uint16_t>(sign | static_cast<uint16_t>(r));
   }
   return static_cast<uint16_t>(sign | (((a + 0xFFFu + (a >> 13 & 1u)) >> 13) - (112u << 10)));
+#endif
 }
 
 constexpr float kLargestFp16 = 65504.0f;

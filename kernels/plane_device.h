@@ -37,7 +37,7 @@ struct Packed {
 // Where the scale of segment i (16 channels) of a page is: its index among the page's scales. `lanes` segments make a row.
 template <int F>
 CKV_DEVICE int scale_index(int i, int lanes) {
-  if constexpr (F == CKV_INT8) return lanes % 4 == 0 ? i / 4 : i / lanes * ((lanes + 3) / 4) + i % lanes / 4;
+  if constexpr (F == CKV_INT8) return i / lanes * ((lanes + 3) / 4) + i % lanes / 4;
   if constexpr (F == CKV_FP8) return i / lanes;
   return i;
 }
@@ -102,33 +102,38 @@ CKV_DEVICE bool aligned16(const void* a, const void* b) {
 
 // Copies `bytes` and hands every word (or, at an unaligned end, every byte) to `look` on the way.
 template <class Look>
-CKV_DEVICE void block_copy(uint8_t* to, const uint8_t* from, int64_t bytes, const Look& look) {
-  constexpr int kUnroll = 4;
-  const int whole = aligned16(to, from) ? static_cast<int>(bytes / 16) : 0, threads = static_cast<int>(blockDim.x);
-  for (int base = static_cast<int>(threadIdx.x); base < whole; base += kUnroll * threads) {
-    uint4 q[kUnroll];
-    for (int u = 0; u < kUnroll; ++u)
+CKV_DEVICE void block_copy(uint8_t* to, const uint8_t* from, int bytes, const Look& look) {
+  constexpr int kAtOnce = 4;
+  const int whole = aligned16(to, from) ? bytes / 16 : 0, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  for (int base = thread; base < whole; base += kAtOnce * threads) {
+    uint4 q[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
       if (base + u * threads < whole) q[u] = reinterpret_cast<const uint4*>(from)[base + u * threads];
-    for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
       if (base + u * threads < whole) {
         look(q[u].x, 4), look(q[u].y, 4), look(q[u].z, 4), look(q[u].w, 4);
         reinterpret_cast<uint4*>(to)[base + u * threads] = q[u];
       }
   }
-  for (int64_t i = 16 * static_cast<int64_t>(whole) + threadIdx.x; i < bytes; i += blockDim.x) {
+#pragma unroll 1
+  for (int i = 16 * whole + thread; i < bytes; i += threads) {
     look(from[i], 1);
     to[i] = from[i];
   }
 }
-CKV_DEVICE void block_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+CKV_DEVICE void block_copy(uint8_t* to, const uint8_t* from, int bytes) {
   block_copy(to, from, bytes, [](uint32_t, int) {});
 }
 
-CKV_DEVICE void block_fill(uint8_t* to, uint8_t value, int64_t bytes) {
+CKV_DEVICE void block_fill(uint8_t* to, uint8_t value, int bytes) {
   const uint32_t word = value * 0x01010101u;
-  const int64_t whole = aligned16(to, to) ? bytes / 16 : 0;
-  for (int64_t i = threadIdx.x; i < whole; i += blockDim.x) reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
-  for (int64_t i = 16 * whole + threadIdx.x; i < bytes; i += blockDim.x) to[i] = value;
+  const int whole = aligned16(to, to) ? bytes / 16 : 0, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (int i = thread; i < whole; i += threads) reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
+#pragma unroll 1
+  for (int i = 16 * whole + thread; i < bytes; i += threads) to[i] = value;
 }
 
 // ---- launches ---------------------------------------------------------------------------------------------------------------

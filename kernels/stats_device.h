@@ -57,11 +57,13 @@ CKV_KERNEL sums_kernel(int64_t pages, int heads, int rows, int D, const float* x
       const int64_t at = (page * heads + blockIdx.x) * rows * D + column * kChannels;
       for (int row = lane; row < rows; row += kUnroll * lanes) {
         Values<kChannels> a[kUnroll], b[kUnroll];
+#pragma unroll
         for (int u = 0; u < kUnroll; ++u)
           if (row + u * lanes < rows) {
             a[u].load(x + at + static_cast<int64_t>(row + u * lanes) * D);
             b[u].load(y + at + static_cast<int64_t>(row + u * lanes) * D);
           }
+#pragma unroll
         for (int u = 0; u < kUnroll; ++u)
           if (row + u * lanes < rows)
             for (int c = 0; c < kChannels; ++c) {

@@ -52,8 +52,10 @@ CKV_KERNEL round_kernel(int format, const float* x, uint32_t* codes, int64_t cou
   const int64_t quads = count / 4, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t base = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; base < quads; base += kUnroll * step) {
     float v[kUnroll][4];
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u)
       if (base + u * step < quads) load_floats<4>(x + 4 * (base + u * step), v[u]);
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u)
       if (base + u * step < quads)
         reinterpret_cast<uint2*>(codes)[base + u * step] = make_uint2(round_pair(format, v[u][0], v[u][1]), round_pair(format, v[u][2], v[u][3]));
@@ -98,6 +100,7 @@ CKV_KERNEL quantize_kernel(const float* x, uint8_t* codes, uint8_t* scales, int 
   for (int base = 0; base < total; base += kUnroll * threads) {  // every thread takes every turn: the shuffles need whole warps
     float v[kUnroll][kChannels];
     int at[kUnroll];  // first value in the page, or -1
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * threads + static_cast<int>(threadIdx.x);
       at[u] = i < total ? i * kChannels : -1;
@@ -108,9 +111,10 @@ CKV_KERNEL quantize_kernel(const float* x, uint8_t* codes, uint8_t* scales, int 
       for (int c = 0; c < kChannels; ++c) v[u][c] = 0.0f;
       if (at[u] >= 0) load_floats<kChannels>(page + at[u], v[u]);
     }
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int first = base + u * threads;
-      if (first >= total) break;  // the same for the whole block
+      if (first >= total) continue;  // the same for the whole block
       const Group group(max_of_lanes<kLanes>(amax_bits<kChannels>(v[u])));
       if (at[u] < 0) continue;
       uint32_t word = 0;
@@ -180,6 +184,7 @@ CKV_KERNEL dequantize_kernel(const uint8_t* codes, const uint8_t* scales, float*
   for (int base = static_cast<int>(threadIdx.x); base < total; base += kAtOnce * threads) {
     Codes<F, kChannels> q[kAtOnce];
     uint32_t raw[kAtOnce];
+#pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int i = base + u * threads, at = i * kChannels;
       if (i >= total) continue;
@@ -187,6 +192,7 @@ CKV_KERNEL dequantize_kernel(const uint8_t* codes, const uint8_t* scales, float*
       const int index = F == CKV_FP8 ? at / D : kLinear ? at / kPerScale : at / D * row_scales + at % D / kPerScale;
       raw[u] = load_scale<F>(page_scales, index);
     }
+#pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int i = base + u * threads;
       if (i >= total) continue;
@@ -210,6 +216,7 @@ CKV_KERNEL load_kernel(const void* src, int64_t token_stride, int64_t head_strid
   for (int base = static_cast<int>(threadIdx.x); base < total; base += kUnroll * threads) {
     float v[kUnroll][kChannels];
     Codes<F, kChannels> q[kUnroll];
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * threads;
       if (i >= total) continue;
@@ -220,6 +227,7 @@ CKV_KERNEL load_kernel(const void* src, int64_t token_stride, int64_t head_strid
         for (int c = 0; c < 2; ++c)
           v[u][c] = kDtype == 2 ? static_cast<const float*>(src)[at + c] : Source<F>::value(static_cast<const uint16_t*>(src) + at, c, 1.0f);
     }
+#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * threads;
       if (i >= total) continue;
