@@ -67,6 +67,11 @@ class TorchBackend:
         _refuse_bad_slots(codec, slots, geometry, fmt)
         return codec.restore_torch(slots, geometry, fmt)
 
+    def lengths(self, codec: Codec, plane: HotPlane, geometry: Geometry) -> torch.Tensor:
+        """Slot bytes that each head-page needs in a sized codec, int32 `[n]`; INT32_MAX: no size would do."""
+        codec.require_fit(plane.format)
+        return codec.lengths_torch(plane, geometry)
+
     def stats(self, x: torch.Tensor, y: torch.Tensor, kv_heads: int, *, channels: bool = False):
         """Errors of y against x, both fp32 `[pages * kv_heads, T, D]`.
 
@@ -153,8 +158,8 @@ class _NativeBackend(TorchBackend):
         n = plane.head_pages
         slots, valid = (self._empty((n, stride), torch.uint8), self._empty(n, torch.int32)) if out is None else out
         desc = self._desc(plane.format, n, geometry)
-        stem = f"{codec.native}_encode"
-        self._call(stem, desc, plane.codes, _or_null(plane.scales), slots, ctypes.c_int64(stride), valid)
+        stem, params = f"{codec.native}_encode", codec.native_params(geometry, plane.format, self.device)
+        self._call(stem, desc, plane.codes, _or_null(plane.scales), slots, ctypes.c_int64(stride), valid, *params)
         return slots, valid
 
     def decode(self, codec, slots, geometry, fmt, *, out=None):
@@ -176,6 +181,17 @@ class _NativeBackend(TorchBackend):
         plane = empty_plane(restored, slots.shape[0], geometry, self.device) if out is None else out
         self._read(codec, "restore", slots, geometry, fmt, plane.codes, _or_null(plane.scales))
         return plane
+
+    def lengths(self, codec, plane, geometry, *, out=None):
+        codec.require_fit(plane.format)
+        plane = self._own_plane(plane)
+        if codec.native is None:
+            return codec.lengths_torch(plane, geometry)
+        found = self._empty(plane.head_pages, torch.int32) if out is None else out
+        desc = self._desc(plane.format, plane.head_pages, geometry)
+        params = codec.native_params(geometry, plane.format, self.device)
+        self._call(f"{codec.native}_lengths", desc, plane.codes, _or_null(plane.scales), found, *params)
+        return found
 
     def stats(self, x, y, kv_heads, *, channels=False):
         if x.shape != y.shape or x.dim() != 3 or x.shape[0] % kv_heads:
@@ -205,11 +221,13 @@ class _NativeBackend(TorchBackend):
         from coldkv.native import SLOT_ERROR, KernelError
 
         desc = self._desc(fmt, slots.shape[0], geometry)
+        params = codec.native_params(geometry, fmt, self.device)
         try:
-            self._call(f"{codec.native}_{what}", desc, slots, ctypes.c_int64(slots.shape[1]), *out)
+            self._call(f"{codec.native}_{what}", desc, slots, ctypes.c_int64(slots.shape[1]), *out, *params)
         except KernelError as error:
             if error.code == SLOT_ERROR:
                 _refuse_bad_slots(codec, slots, geometry, fmt)
+                codec.decode_torch(slots.cpu(), geometry, fmt)  # no header is bad: the oracle names the stream
             raise
 
 
@@ -238,13 +256,13 @@ class CudaBackend(_NativeBackend):
     """Device kernels on torch's current CUDA stream. Raises ToolError without nvcc or a GPU.
 
     Kernels only launch. `decode` and `restore` copy the slots' headers to the host first, which waits for the stream;
-    with `check_headers=False` they do not, and a slot that cannot be read turns into NaN without an error.
+    with `check_headers` False they do not, and a slot that cannot be read turns into NaN without an error.
     """
 
     name = "cuda"
+    check_headers = True
 
-    def __init__(self, *, check_headers: bool = True):
-        self.check_headers = check_headers
+    def __init__(self):
         if not torch.cuda.is_available():
             raise ToolError("backend cuda: no CUDA device is available to torch", hint="use --backend cpu")
         super().__init__("cuda")
@@ -254,6 +272,11 @@ class CudaBackend(_NativeBackend):
 
     def _tail(self):
         return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def _mine(self, tensor):
+        """Kernels need buffers at multiples of 16 bytes: a slice that begins elsewhere is copied."""
+        tensor = super()._mine(tensor)
+        return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
     def _read(self, codec, what, slots, geometry, fmt, *out):
         # Kernels cannot report a bad slot without synchronising; they write NaN. Look at the headers first.
@@ -288,6 +311,15 @@ def get_backend(name: str = "auto", *, threads: int = 0):
     except ToolError as error:
         print(f"coldkv: no compiled kernels ({error.one_line()}); using the slower torch backend", file=sys.stderr)
         return TorchBackend()
+
+
+def fitted(codec: Codec, plane: HotPlane, geometry: Geometry, backend) -> Codec:
+    """`codec`; one that needs a stride with a stride for these head-pages alone, all of which it then holds."""
+    if not codec.needs_stride:
+        return codec
+    lengths = backend.lengths(codec, plane, geometry).cpu().numpy()
+    any_price = 1 << 40
+    return codec.with_stride(codec.choose_stride(lengths, geometry, plane.format, overflow_bytes=any_price))
 
 
 def available_cores() -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from coldkv._version import __version__
-from coldkv.backends import get_backend
+from coldkv.backends import fitted, get_backend
 from coldkv.bench_clock import DeviceCopy, EventClock, Memcpy, wall_seconds
 from coldkv.codecs import all_codecs, parse_codec
 from coldkv.errors import InputError
@@ -155,6 +155,7 @@ def _one_set(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -> l
 
 def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[tuple]:
     fmt, n = hot.format, hot.head_pages
+    codec = fitted(codec, hot, geometry, engine)
     slots, valid = engine.encode(codec, hot, geometry)
     if not bool(valid.all()):
         raise InputError(f"bench: codec {codec.id} refused generated pages of format {fmt}")
@@ -163,6 +164,11 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[tu
     plane = empty_plane(back, n, geometry, engine.device)
     written = n * FORMATS[back].bytes(geometry)
     read, packed = hot.nbytes, slots.nbytes
+
+    lengths = torch.empty(n, dtype=torch.int32, device=engine.device)
+
+    def measure_lengths():
+        engine.lengths(codec, hot, geometry, **out(lengths))
 
     def encode():
         engine.encode(codec, hot, geometry, **out(target))
@@ -173,7 +179,9 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[tu
     def restore():
         engine.restore(codec, slots, geometry, fmt, **out(plane))
 
+    first = [("lengths", codec.label, fmt, read + lengths.nbytes, measure_lengths)] if codec.sized else []
     return [
+        *first,
         ("encode", codec.label, fmt, read + packed, encode),
         ("decode", codec.label, fmt, packed + y.nbytes, decode),
         ("restore", codec.label, fmt, packed + written, restore),

@@ -35,13 +35,15 @@ class PlaneTask:
 
     @property
     def nbytes(self) -> int:
-        return self.layer.planes[self.plane].nbytes
+        """Bytes that will be read: the plane, twice where a stride is chosen first."""
+        return self.layer.planes[self.plane].nbytes * (2 if any(codec.needs_stride for codec in self.codecs) else 1)
 
 
 @dataclass
 class CodecSums:
-    """What one codec did to one plane, per head."""
+    """What one codec did to one plane, per head. `label` names it in the rows, whatever it was bound to."""
 
+    label: str
     codec: Codec
     hot: PairSums
     ref: PairSums
@@ -122,15 +124,18 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
     geometry = layer_geometry(task.layer, task.page_tokens)
     heads = geometry.kv_heads
     source = task.layer.planes[task.plane]
+    bound = [codec.bind(task.layer.index, task.plane, task.fmt, geometry) for codec in task.codecs]
+    bound = _with_strides(bound, task, geometry, backend, nan, advance, stop)
     sums = [
         CodecSums(
+            asked.label,
             codec,
             PairSums(heads, geometry.head_dim),
             PairSums(heads),
             LogitError(task.layer, task.queries) if task.queries is not None else None,
             torch.zeros(heads, dtype=torch.int64),
         )
-        for codec in task.codecs
+        for asked, codec in zip(task.codecs, bound, strict=True)
     ]
     zeroed = 0
     for chunk in plane_chunks(source, task.fmt, geometry, backend, nan=nan):
@@ -151,7 +156,7 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
             entry.ref.add(backend, chunk.ref, restored)
             if entry.logits is not None:
                 entry.logits.add(chunk.first_page * geometry.page_tokens, chunk.ref.cpu(), restored.cpu())
-        advance(source.nbytes * chunk.pages * geometry.page_tokens // source.tokens)
+        advance(_chunk_bytes(source, chunk, geometry))
     pages = source.tokens // geometry.page_tokens
     page_bytes = FORMATS[task.fmt].bytes(geometry)
     rows = [_row(task, entry, head, geometry, pages, page_bytes, backend) for entry in sums for head in range(heads)]
@@ -171,6 +176,29 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
     return rows if pages else [], entry
 
 
+def _with_strides(codecs: list[Codec], task: PlaneTask, geometry, backend, nan, advance, stop) -> list[Codec]:
+    """The codecs with their slot bytes chosen; a pass over the plane of its own, only if some codec needs it."""
+    lengths: dict[int, list] = {i: [] for i, codec in enumerate(codecs) if codec.needs_stride}
+    if not lengths:
+        return codecs
+    source = task.layer.planes[task.plane]
+    for chunk in plane_chunks(source, task.fmt, geometry, backend, nan=nan):
+        if stop.is_set():
+            raise Stopped
+        for i, found in lengths.items():
+            found.append(backend.lengths(codecs[i], chunk.hot, geometry).cpu())
+        advance(_chunk_bytes(source, chunk, geometry))
+    chosen = list(codecs)
+    for i, found in lengths.items():
+        needed = torch.cat([torch.zeros(0, dtype=torch.int32), *found]).numpy()
+        chosen[i] = codecs[i].with_stride(codecs[i].choose_stride(needed, geometry, task.fmt))
+    return chosen
+
+
+def _chunk_bytes(source, chunk, geometry) -> int:
+    return source.nbytes * chunk.pages * geometry.page_tokens // source.tokens
+
+
 def _row(task, entry: CodecSums, head: int, geometry, pages: int, page_bytes: int, backend) -> dict:
     invalid = int(entry.invalid[head])
     elements = pages * geometry.elements
@@ -182,7 +210,7 @@ def _row(task, entry: CodecSums, head: int, geometry, pages: int, page_bytes: in
         "plane": task.plane,
         "head": head,
         "tier": task.tier,
-        "codec": entry.codec.label,
+        "codec": entry.label,
         "backend": backend.runs(entry.codec),
         "pages": pages,
         "tokens": pages * geometry.page_tokens,

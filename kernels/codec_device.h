@@ -1,7 +1,7 @@
-// Device kernels shared by the raw-slot codecs: slots to values, to bf16 and to int8 planes, and plane copies. One block works on
-// one head-page. A slot with a wrong header gives NaN, never zeros: kernels cannot return an error without synchronising.
+// Device kernels shared by the raw-slot codecs: slots to values, to bf16 planes, and plane copies. One block works on one head-page.
+// A slot with a wrong header gives NaN, never zeros: kernels cannot return an error without synchronising.
 //
-// kLinear kernels are for rows that are multiples of 16 (int8 scales: 64) channels: then nothing depends on where a row ends, and
+// kLinear kernels are for rows that are multiples of 16 channels (a group of scales): then nothing depends on where a row ends, and
 // offsets are those of the page. Loads of several items are issued before the first is used; stores are 16 bytes per thread.
 #pragma once
 
@@ -104,51 +104,6 @@ CKV_KERNEL slot_to_values_kernel(const uint8_t* slots, int64_t stride, SlotShape
   }
 }
 
-// fp16 scale s / 2 of an int8 plane.
-CKV_DEVICE uint16_t half_scale(uint8_t byte, bool ok) {
-  const bool number = ok && (byte & 0x7Fu) != 0x7Fu;
-  return number ? fp16_from_float(e4m3_to_float(byte) * 0.5f) : static_cast<uint16_t>(0x7E00);
-}
-
-// Exact int8 plane of an E2M1 slot whose scale is shared by 64 channels: codes 2 * E2M1, scale s / 2.
-template <bool kLinear>
-CKV_KERNEL slot_to_int8_kernel(const uint8_t* slots, int64_t stride, SlotShape shape, SlotCheck check, int8_t* codes, uint16_t* scales) {
-  const SlotReader slot(slots + blockIdx.x * stride, shape);
-  uint8_t* page = reinterpret_cast<uint8_t*>(codes) + static_cast<int64_t>(blockIdx.x) * shape.T * shape.D;
-  const int groups = ceil_div(shape.D, 64), threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  uint16_t* page_scales = scales + static_cast<int64_t>(blockIdx.x) * shape.T * groups;
-  if constexpr (kLinear) {
-    const int items = shape.T * shape.D / 16, scale_count = items / 4;
-    uint32_t first_scale = 0;  // the scale bytes of a group are equal: one word holds them. Its load goes ahead of the codes'
-    if (thread < scale_count) first_scale = reinterpret_cast<const uint32_t*>(slot.scales)[thread];
-    for (int base = thread; base < items; base += kUnroll * threads) {
-      Packed<CKV_NVFP4> q[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        if (base + u * threads < items) q[u].load(slot.nibbles + 8 * (base + u * threads));
-      const uint32_t keep = check.accepts(slot.header) ? ~0u : 0u;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (base + u * threads >= items) continue;
-        const uint32_t a = q[u].word[0] & keep, b = q[u].word[1] & keep;
-        reinterpret_cast<uint4*>(page)[base + u * threads] =
-            make_uint4(twice_codes(a), twice_codes(a >> 16), twice_codes(b), twice_codes(b >> 16));
-      }
-    }
-    const bool ok = check.accepts(slot.header);
-    for (int i = thread; i < scale_count; i += threads) {
-      const uint32_t bytes = i == thread ? first_scale : reinterpret_cast<const uint32_t*>(slot.scales)[i];
-      page_scales[i] = half_scale(static_cast<uint8_t>(bytes), ok);
-    }
-  } else {
-    const bool ok = check.accepts(slot.header);
-    for (int i = thread; i < shape.T * shape.D / 2; i += threads)
-      reinterpret_cast<uint16_t*>(page)[i] = static_cast<uint16_t>(ok ? twice_codes(slot.nibbles[i]) : 0u);
-    for (int i = thread; i < shape.T * groups; i += threads)
-      page_scales[i] = half_scale(slot.scales[i / groups * shape.g16 + i % groups * 4], ok);
-  }
-}
-
 // Nibbles and scale bytes as they are.
 CKV_KERNEL slot_to_nibbles_kernel(const uint8_t* slots, int64_t stride, SlotShape shape, SlotCheck check, uint8_t* codes, uint8_t* scales) {
   const SlotReader slot(slots + blockIdx.x * stride, shape);
@@ -189,21 +144,6 @@ int launch_slot_to_float(const ckv_plane_desc& d, const uint8_t* slots, int64_t 
 template <class Alphabet>
 int launch_slot_to_bf16(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, SlotCheck check, void* out, void* stream) {
   return launch_slot_to_values<Bf16Output<Alphabet>, 8>(d, slots, stride, check, out, stream);
-}
-
-// A template only so that files which do not call it get no kernel.
-template <int kUnused = 0>
-int launch_slot_to_int8(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, SlotCheck check, void* codes, void* scales, void* stream) {
-  if (check_aligned(slots, codes, scales)) return CKV_E_ALIGN;
-  const SlotShape shape(d.page_tokens, d.head_dim);
-  const unsigned grid = static_cast<unsigned>(d.n), block = block_for(static_cast<int64_t>(shape.T) * shape.D / 16, kUnroll);
-  int8_t* c = static_cast<int8_t*>(codes);
-  uint16_t* s = static_cast<uint16_t*>(scales);
-  if (d.head_dim % 64 == 0)
-    CKV_LAUNCH((slot_to_int8_kernel<true>), grid, block, stream, slots, stride, shape, check, c, s);
-  else
-    CKV_LAUNCH((slot_to_int8_kernel<false>), grid, kBlock, stream, slots, stride, shape, check, c, s);
-  return launch_status();
 }
 
 inline int launch_slot_to_nibbles(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, SlotCheck check, void* codes, void* scales, void* stream) {

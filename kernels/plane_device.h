@@ -63,6 +63,18 @@ CKV_DEVICE void load_short_segment(const uint8_t* code_row, const uint8_t* scale
   for (int i = 0; i < 16; ++i) v[i] = i < len ? Source<F>::value(code_row, ch + i, s) : 0.0f;
 }
 
+// 16 channels of one row from `ch` on; kWide: rows are multiples of 16 channels.
+template <int F, bool kWide>
+CKV_DEVICE void load_segment(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len, float* v) {
+  if constexpr (kWide) {
+    Packed<F> q;
+    q.load(code_row + code_row_bytes(F, ch));
+    q.values(Source<F>::scale(scale_row, ch), v);
+  } else {
+    load_short_segment<F>(code_row, scale_row, ch, len, v);
+  }
+}
+
 CKV_DEVICE uint32_t segment_amax_bits(const float* v) {
   uint32_t most = 0;
   for (int i = 0; i < 16; ++i) most = larger(most, bits_of(v[i]) & 0x7FFFFFFFu);

@@ -27,6 +27,7 @@ class Codec(ABC):
     exact: ClassVar[bool] = False  # decode gives the hot plane's values bit for bit
     native: ClassVar[str | None] = None
     raw_slot: ClassVar[bool] = False  # the slot has the raw layout of kernels/FORMAT.md, which `inspect` can take apart
+    sized: ClassVar[bool] = False  # slot bytes are chosen per layer and plane from measured lengths (sized.py)
 
     @property
     def config(self) -> dict:
@@ -43,6 +44,46 @@ class Codec(ABC):
         )
         return f"{self.id}:{options}" if options else self.id
 
+    @property
+    def needs_stride(self) -> bool:
+        """Whether slot bytes still have to be chosen: `lengths`, then `choose_stride` and `with_stride`, come first."""
+        return False
+
+    def bind(self, layer: int, plane: str, fmt: str, geometry: Geometry) -> "Codec":
+        """The codec for one plane ("k" or "v", hot format `fmt`) of one layer of a model.
+
+        Called before a plane's first page is looked at, and again when a pool is opened: `get_codec(id, config)` with
+        the bound codec's config, bound again, must give an equal codec. Codecs that know something per layer or plane
+        (calibration) return a copy; the others themselves.
+        """
+        return self
+
+    def lengths_torch(self, plane: "HotPlane", geometry: Geometry) -> "torch.Tensor":
+        """Sized codecs: int32 `[n]`, the slot bytes that each head-page needs; INT32_MAX where no size would do."""
+        raise NotImplementedError(f"codec {self.id}: slots have one size, so there are no lengths")
+
+    def choose_stride(
+        self, lengths: "np.ndarray", geometry: Geometry, fmt: str, *, overflow_bytes: int | None = None
+    ) -> int:
+        """Sized codecs: slot bytes, a multiple of 16, for a plane whose head-pages need `lengths` (int32 `[n]`).
+
+        `overflow_bytes` is what a head-page that does not fit costs: its own hot bytes (None), or in a pool, where a
+        page is cold in all layers or in none, the hot bytes of the page in all of them.
+        """
+        raise NotImplementedError(f"codec {self.id}: slots have one size")
+
+    def with_stride(self, stride: int) -> "Codec":
+        """Sized codecs: a copy with slots of `stride` bytes. Its config has the stride, its label has it only if the
+        user asked for that very size."""
+        raise NotImplementedError(f"codec {self.id}: slots have one size")
+
+    def native_params(self, geometry: Geometry, fmt: str, device) -> tuple:
+        """Arguments of the kernels of this codec alone: tensors on `device` (passed as pointers) or ctypes values.
+
+        They stand after the standard arguments and before threads or stream, in encode, decode, restore and lengths.
+        """
+        return ()
+
     def fits(self, fmt: str) -> bool:
         return fmt in self.formats
 
@@ -52,7 +93,7 @@ class Codec(ABC):
 
     @abstractmethod
     def slot_bytes(self, geometry: Geometry, fmt: str) -> int:
-        """Bytes of one head-page's slot, a multiple of 16."""
+        """Bytes of one head-page's slot, a multiple of 16. ToolError where `needs_stride`."""
 
     @abstractmethod
     def encode_torch(self, plane: "HotPlane", geometry: Geometry) -> "tuple[torch.Tensor, torch.Tensor]":
@@ -76,3 +117,7 @@ class Codec(ABC):
     @abstractmethod
     def check_slots(self, slots: "np.ndarray", geometry: Geometry, fmt: str) -> list[tuple[int, str]]:
         """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) of each slot to refuse."""
+
+    def slot_fields(self, record: bytes, geometry: Geometry, fmt: str) -> list[tuple[int, int, str, str]] | None:
+        """For `inspect`: (first byte, bytes, name, meaning) of the fields of one slot; None if nothing is known."""
+        return None

@@ -7,7 +7,7 @@ import click
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
-SLOT_MAGIC = (0x49384352).to_bytes(4, "little")
+SLOT_MAGICS = tuple(magic.to_bytes(4, "little") for magic in (0x49384352, 0x3156524E))  # raw, entropy coded
 
 
 @click.command("inspect")
@@ -24,7 +24,7 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
     """Show what is in FILE.
 
     A dump: layers, shapes, dtypes, metadata. A pool (.ckv): codecs, strides, counts, policy; with --slot one slot.
-    A raw slot (a file that starts with its magic): header fields, codes and scales, byte by byte.
+    One slot (a file that starts with its magic): header fields, codes and scales, byte by byte.
     """
     if bool(file) == sample:
         raise InputError("inspect: expected a FILE or --sample, found " + ("both" if file else "neither"))
@@ -36,11 +36,14 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
 
     with open(open_regular(file, "file")[0], "rb") as stream:
         start = stream.read(4)
-    if start == SLOT_MAGIC or file.endswith(".slot"):
+    if start in SLOT_MAGICS or file.endswith(".slot"):
         from coldkv.inspection.slot import read_slot_file
 
         geometry = Geometry(head_dim, page_tokens)
-        return _show_slot(read_slot_file(file, geometry), geometry, codec, plane_format, as_hex, as_json)
+        from coldkv.codecs import parse_codec
+
+        named = parse_codec(codec) if codec else None
+        return _show_slot(read_slot_file(file, geometry), geometry, named, plane_format, as_hex, as_json)
     if not start:
         raise InputError(f"{file}: the file is empty")
     from coldkv.pool.file import looks_like_pool
@@ -65,7 +68,7 @@ def _show_pool(file, slot_name, as_hex, as_json) -> None:
         found = read_slot_record(file, *_parse_slot_name(slot_name))
         for problem in found.problems:
             click.echo(f"warning: slot {slot_name}: {problem}", err=True)
-        return _show_slot(found.record, found.geometry, found.codec_id, found.plane_format, as_hex, as_json)
+        return _show_slot(found.record, found.geometry, found.codec, found.plane_format, as_hex, as_json)
     if as_hex:
         raise InputError(f"{file}: --hex shows one slot; name it with --slot")
     found = read_pool_info(file)
@@ -82,7 +85,7 @@ def _parse_slot_name(text: str) -> tuple[int, str, int, int]:
 def _show_slot(record, geometry, codec, plane_format, as_hex, as_json) -> None:
     from coldkv.inspection import slot
 
-    found = slot.describe(record, geometry, codec_id=codec, fmt=plane_format)
+    found = slot.describe(record, geometry, codec=codec, fmt=plane_format)
     if as_json:
         click.echo(json.dumps(found, indent=1, allow_nan=False))
     else:

@@ -104,6 +104,7 @@ def _pack(opened, output, assignment, wanted, policy, backend_name, nan):
     codecs = wanted or [get_codec(DEFAULT_CODEC)]
     chosen = {index for index, _ in assignment.pairs}
     total = sum(s.nbytes for layer in opened.layers if layer.index in chosen for s in layer.planes.values())
+    total *= 2 if any(codec.needs_stride for codec in codecs) else 1  # lengths first, where a stride is to be chosen
     with progress("packing", total) as advance:
         report = pack(
             opened, output, assignment, codecs, policy, backend, explicit=wanted is not None, nan=nan, advance=advance

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coldkv.codecs import Codec
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 from coldkv.pool.file import PoolFile
@@ -66,7 +67,7 @@ class SlotRecord:
 
     record: bytes
     geometry: Geometry
-    codec_id: str
+    codec: Codec
     plane_format: str
     slot: int
     file_offset: int
@@ -95,7 +96,7 @@ def read_slot_record(path: str, layer: int, plane: str, page: int, head: int) ->
         return SlotRecord(
             record=records[head].tobytes(),
             geometry=layout.geometry,
-            codec_id=layout.planes[plane].codec.id,
+            codec=layout.planes[plane].codec,
             plane_format=layout.planes[plane].format,
             slot=slot,
             file_offset=pool.span(f"{layout.base}.slots")[0] + layout.record_offset(slot, plane, head),

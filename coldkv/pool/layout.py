@@ -46,7 +46,7 @@ class PlaneLayout:
     format: str
     source_dtype: str  # of the plane in the packed dump: bf16, fp16, fp32 or a hot format
     codec: Codec | None = None
-    stride: int = 0  # bytes of one slot record
+    stride: int = 0  # bytes of one slot record; 0 also until it is chosen
 
     def to_json(self) -> dict:
         codec = self.codec
@@ -238,7 +238,7 @@ def layer_from_json(value, where: str) -> LayerLayout:
     expected = ["k"] if kind == "mla" else ["k", "v"]
     if list(named) != expected:
         raise InputError(f"{where}: planes: expected {', '.join(expected)}, found {', '.join(map(str, named))[:40]}")
-    planes = {name: _plane(name, found, geometry, f"{where}, plane {name}") for name, found in named.items()}
+    planes = {n: _plane(index, n, found, geometry, f"{where}, plane {n}") for n, found in named.items()}
     if len({plane.codec is None for plane in planes.values()}) > 1:
         raise InputError(f"{where}: expected a codec for all planes or for none")
     window = entry.get("window", (int, type(None)), "a whole number or null")
@@ -265,7 +265,7 @@ def layer_from_json(value, where: str) -> LayerLayout:
     )
 
 
-def _plane(name: str, value, geometry: Geometry, where: str) -> PlaneLayout:
+def _plane(layer: int, name: str, value, geometry: Geometry, where: str) -> PlaneLayout:
     entry = _Entry(value, where)
     fmt = entry.choice("format", FORMATS)
     dtype = entry.get("source_dtype", str, "a string")
@@ -284,6 +284,9 @@ def _plane(name: str, value, geometry: Geometry, where: str) -> PlaneLayout:
             hint="a newer coldkv may have written it",
         )
     codec.require_fit(fmt)
+    codec = codec.bind(layer, name, fmt, geometry)
+    if codec.needs_stride:
+        raise InputError(f"{where}: codec {codec.id}: config: expected the slot bytes that were chosen, found none")
     if stride != codec.slot_bytes(geometry, fmt):
         raise InputError(f"{where}: slot_bytes: expected {codec.slot_bytes(geometry, fmt)}, found {stride}")
     return PlaneLayout(name, fmt, dtype, codec, stride)

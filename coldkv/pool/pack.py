@@ -49,9 +49,10 @@ class PackReport:
 
 
 def choose_layouts(dump: Dump, assignment: Assignment, codecs: Sequence[Codec], explicit: bool):
-    """Layouts with codecs but no counts yet, and warnings about layers that stay hot.
+    """Layouts with codecs but no counts yet, and notes about layers that stay hot.
 
     Each plane takes the first of `codecs` that accepts its format; a layer goes cold only if all its planes have one.
+    The stride of a codec that needs one is 0 until `choose_strides`.
     Raises InputError for a codec the user named (`explicit`) that fits no plane, and for a table meant for another
     number of layers, which says nothing about single layers.
     """
@@ -61,7 +62,7 @@ def choose_layouts(dump: Dump, assignment: Assignment, codecs: Sequence[Codec], 
             f"({len(dump.layers)} with KV), so no layer of it has a tier",
             hint="use --tier, or a table that names the dump's layers",
         )
-    layouts, stay_hot, warnings = [], {}, {}
+    layouts, stay_hot = [], {}
     formats = set()
     for index, tier in assignment.pairs:
         layer = dump.layer(index)
@@ -72,19 +73,13 @@ def choose_layouts(dump: Dump, assignment: Assignment, codecs: Sequence[Codec], 
             fmt = plane_format(source, name, tier)
             formats.add(fmt)
             codec = next((codec for codec in codecs if codec.fits(fmt)), None)
-            stride = 0 if codec is None else codec.slot_bytes(geometry, fmt)
+            codec = codec and codec.bind(index, name, fmt, geometry)
+            stride = 0 if codec is None or codec.needs_stride else codec.slot_bytes(geometry, fmt)
             planes[name] = PlaneLayout(name, fmt, source.dtype, codec, stride)
         unfit = sorted({plane.format for plane in planes.values() if plane.codec is None})
         if unfit:
             planes = {n: dataclasses.replace(plane, codec=None, stride=0) for n, plane in planes.items()}
             stay_hot.setdefault((tier, ", ".join(unfit)), []).append(index)
-        for plane in planes.values():
-            hot = FORMATS[plane.format].bytes(geometry)
-            if plane.stride > hot:
-                text = (
-                    f"a {plane.codec.id} slot of {plane.stride} bytes is larger than the {hot} bytes in {plane.format}"
-                )
-                warnings.setdefault(text, []).append(index)
         layouts.append(_bare_layout(layer, tier, geometry, planes))
     for codec in codecs if explicit else ():
         if not formats & set(codec.formats):
@@ -93,11 +88,61 @@ def choose_layouts(dump: Dump, assignment: Assignment, codecs: Sequence[Codec], 
                 f"{', '.join(sorted(formats))}"
             )
     names = ", ".join(codec.id for codec in codecs)
-    notes = [
+    return layouts, [
         f"layers {_some(found)} stay hot: tier {tier} has planes of {fmt}, which {names} does not take"
         for (tier, fmt), found in stay_hot.items()
     ]
-    return layouts, notes + [f"layers {_some(found)}: {text} it replaces" for text, found in warnings.items()]
+
+
+def choose_strides(layouts, layers, plans: dict[int, LayerPlan], backend, nan: str, advance) -> list[LayerLayout]:
+    """The layouts with every stride chosen, from the lengths of the pages that the plan sends to slots.
+
+    One page that does not fit stays hot in all layers of its length, so that is what it costs.
+    """
+    page_bytes: Counter = Counter()
+    for layout in layouts:
+        page_bytes[layout.tokens] += layout.hot_page_bytes() if layout.has_slots else 0
+    found = []
+    for layout in layouts:
+        planes = {}
+        for name, plane in layout.planes.items():
+            if plane.codec is not None and plane.codec.needs_stride:
+                source, geometry = layers[layout.index].planes[name], layout.geometry
+                lengths = _lengths(source, plane, geometry, plans[layout.index].cold, backend, nan, advance)
+                stride = plane.codec.choose_stride(
+                    lengths, geometry, plane.format, overflow_bytes=page_bytes[layout.tokens]
+                )
+                codec = plane.codec.with_stride(stride)
+                plane = dataclasses.replace(plane, codec=codec, stride=codec.slot_bytes(geometry, plane.format))
+            planes[name] = plane
+        found.append(dataclasses.replace(layout, planes=planes))
+    return found
+
+
+def _lengths(source, plane: PlaneLayout, geometry: Geometry, cold: list[int], backend, nan, advance) -> np.ndarray:
+    """Slot bytes that the head-pages of the pages `cold` need, int32 `[len(cold) * heads]`."""
+    wanted, found = set(cold), [np.empty(0, dtype=np.int32)]
+    for chunk in plane_chunks(source, plane.format, geometry, backend, nan=nan):
+        pages = [page for page in range(chunk.first_page, chunk.first_page + chunk.pages) if page in wanted]
+        if pages:
+            taken = _take(chunk.hot, chunk.first_page, pages, geometry.kv_heads)
+            found.append(numpy_view(backend.lengths(plane.codec, taken, geometry)))
+        advance(source.nbytes * chunk.pages * geometry.page_tokens // source.tokens)
+    return np.concatenate(found)
+
+
+def _size_notes(layouts: Sequence[LayerLayout]) -> list[str]:
+    """Planes whose slots are not smaller than what they replace."""
+    found: dict[str, list[int]] = {}
+    for layout in layouts:
+        for plane in layout.planes.values():
+            hot = FORMATS[plane.format].bytes(layout.geometry)
+            if plane.codec is not None and plane.stride >= hot:
+                size = "larger than" if plane.stride > hot else "as large as"
+                slot = f"a {plane.codec.id} slot of {plane.stride} bytes"
+                text = f"{slot} is {size} the {hot} bytes in {plane.format} it replaces"
+                found.setdefault(text, []).append(layout.index)
+    return [f"layers {_some(indices)}: {text}" for text, indices in found.items()]
 
 
 def _some(layers: list[int]) -> str:
@@ -149,6 +194,9 @@ def pack(
         )
         for layout in layouts
     ]  # fmt: skip
+    plans = plan_pages(policy, pages, dump.page_tokens)
+    layouts = choose_strides(layouts, layers, plans, backend, nan, advance)
+    warnings += _size_notes(layouts)
     refused: dict[int, set[int]] = {}
     first_refusal: dict[int, str] = {}
     with ThreadPoolExecutor(1) as hashing:
@@ -240,6 +288,16 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
+def _take(plane: HotPlane, first: int, pages: list[int], heads: int) -> HotPlane:
+    """Head-pages of some pages of a chunk that starts with page `first`; a view where they lie together."""
+    if pages[-1] - pages[0] + 1 == len(pages):
+        return plane[(pages[0] - first) * heads : (pages[-1] + 1 - first) * heads]
+    keep = torch.tensor(pages, device=plane.codes.device) - first
+    keep = (keep[:, None] * heads + torch.arange(heads, device=keep.device)).flatten()
+    scales = None if plane.scales is None else plane.scales[keep]
+    return HotPlane(plane.format, plane.codes[keep], scales, plane.head_dim)
+
+
 class _LayerPack:
     """Streams one layer into the writer. `dry`: encode only, to learn what the codec refuses."""
 
@@ -280,7 +338,7 @@ class _LayerPack:
         records = []
         for name, plane in planes.items() if cold else ():
             codec, geometry = self.layout.planes[name].codec, self.layout.geometry
-            slots, valid = self.backend.encode(codec, self._take(plane, first, cold), geometry)
+            slots, valid = self.backend.encode(codec, _take(plane, first, cold, self.heads), geometry)
             for bad in (valid == 0).nonzero()[:, 0].tolist():
                 page = cold[bad // self.heads]
                 refused.setdefault(page, place(self.layout.index, name, page, bad % self.heads))
@@ -296,22 +354,13 @@ class _LayerPack:
         self._write_pages("replica.", first, [p for p in cold if p in self.replicas], planes, self.replica_crc)
         return {}
 
-    def _take(self, plane: HotPlane, first: int, pages: list[int]) -> HotPlane:
-        """Head-pages of some pages of a chunk; a view where they lie together."""
-        if pages[-1] - pages[0] + 1 == len(pages):
-            return plane[(pages[0] - first) * self.heads : (pages[-1] + 1 - first) * self.heads]
-        keep = torch.tensor(pages, device=plane.codes.device) - first
-        keep = (keep[:, None] * self.heads + torch.arange(self.heads, device=keep.device)).flatten()
-        scales = None if plane.scales is None else plane.scales[keep]
-        return HotPlane(plane.format, plane.codes[keep], scales, plane.head_dim)
-
     def _write_pages(self, prefix: str, first: int, pages: list[int], planes: dict[str, HotPlane], crcs: list) -> None:
         """Append hot pages `[pages * heads, T, lead]` token-major, `[pages * T, heads, lead]`, and note their CRCs."""
         if not pages:
             return
         words = []
         for name, plane in planes.items():
-            taken = self._take(plane, first, pages)
+            taken = _take(plane, first, pages, self.heads)
             codes = numpy_view(taken.codes)
             scales = None if taken.scales is None else numpy_view(taken.scales)
             words.append(head_page_crcs(codes, scales).reshape(len(pages), self.heads))
