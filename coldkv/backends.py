@@ -266,9 +266,14 @@ class CpuBackend(_NativeBackend):
 
 
 class CudaBackend(_NativeBackend):
-    """Device kernels on torch's current CUDA stream. Raises ToolError without nvcc or a GPU."""
+    """Device kernels on torch's current CUDA stream. Raises ToolError without nvcc or a GPU.
+
+    Kernels only launch. `decode` and `restore` copy the slots' headers to the host first, which waits for the stream;
+    with `check_headers` False they do not, and a slot that cannot be read turns into NaN without an error.
+    """
 
     name = "cuda"
+    check_headers = True
 
     def __init__(self):
         if not torch.cuda.is_available():
@@ -281,12 +286,18 @@ class CudaBackend(_NativeBackend):
     def _tail(self):
         return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
+    def _mine(self, tensor):
+        """Kernels need buffers at multiples of 16 bytes: a slice that begins elsewhere is copied."""
+        tensor = super()._mine(tensor)
+        return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
     def _read(self, codec, what, slots, geometry, fmt, *out):
         # Kernels cannot report a bad slot without synchronising; they write NaN. Look at the headers first.
-        head = slots[:, :8].cpu()
-        version = int.from_bytes(bytes(head[0, 4:6].tolist()), "little") if len(head) else codec.version
-        if len(head) and (version != codec.version or not head[0, 6] & 1 or (head != head[:1]).any()):
-            _refuse_bad_slots(codec, slots, geometry, fmt)
+        if self.check_headers and len(slots):
+            head = slots[:, :8].cpu()
+            version = int.from_bytes(bytes(head[0, 4:6].tolist()), "little")
+            if version != codec.version or not head[0, 6] & 1 or (head != head[:1]).any():
+                _refuse_bad_slots(codec, slots, geometry, fmt)
         super()._read(codec, what, slots, geometry, fmt, *out)
 
 

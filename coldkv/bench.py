@@ -1,18 +1,20 @@
-"""Times every operation of a tier and its codecs against memcpy of the same number of bytes, in turns."""
+"""Times every operation of a tier and its codecs against a copy of the same number of bytes, in turns.
 
-import ctypes
-import os
+On the CPU the copy is memcpy and the clock is the wall's. On a GPU it is the device's own copy, events on the stream
+are the clock, and several sets of buffers take turns so that the L2 cache holds none of what comes next.
+"""
+
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from coldkv._version import __version__
 from coldkv.backends import fitted, get_backend
+from coldkv.bench_clock import DeviceCopy, EventClock, Memcpy, wall_seconds
 from coldkv.codecs import all_codecs, parse_codec
 from coldkv.errors import InputError
 from coldkv.formats import FORMATS, tier_formats
@@ -26,16 +28,16 @@ DISTINCT_HEAD_PAGES = 64  # generated; the rest repeats them, which the codecs c
 
 @dataclass
 class Operation:
-    """`run()` does the work; `bytes` are those read plus those written."""
+    """Each of `runs` does the work once, on its own set of buffers; `bytes` are those one run reads plus writes."""
 
     op: str
     codec: str
     format: str
     bytes: int
-    run: Callable[[], object]
+    runs: list[Callable[[], object]]
 
 
-def sample_values(head_pages: int, geometry: Geometry) -> torch.Tensor:
+def sample_values(head_pages: int, geometry: Geometry, device="cpu") -> torch.Tensor:
     """KV-like bf16 values `[head_pages * T, 1, D]`: normal, unequal channels, token norms over a decade."""
     g = torch.Generator().manual_seed(1)
     tokens = DISTINCT_HEAD_PAGES * geometry.page_tokens
@@ -43,7 +45,8 @@ def sample_values(head_pages: int, geometry: Geometry) -> torch.Tensor:
     values *= torch.exp(0.7 * torch.randn(1, 1, geometry.head_dim, generator=g))
     values *= torch.exp(0.6 * torch.randn(tokens, 1, 1, generator=g))
     repeats = -(-head_pages // DISTINCT_HEAD_PAGES)
-    return values.to(torch.bfloat16).repeat(repeats, 1, 1)[: head_pages * geometry.page_tokens].contiguous()
+    values = values.to(device, torch.bfloat16).repeat(repeats, 1, 1)
+    return values[: head_pages * geometry.page_tokens].contiguous()
 
 
 def run_bench(
@@ -62,14 +65,11 @@ def run_bench(
         raise InputError(f"bench: none of {', '.join(c.id for c in codecs)} takes planes of tier {tier}")
     rows = []
     with _threads_of_torch(threads):
-        copy = _Memcpy(engine.device, threads)
         for fmt in formats:
-            operations = _operations(engine, codecs, fmt, geometry, head_pages)
-            rows += _time(operations, copy, engine, repeat)
-    for row in rows:
-        row.update(
-            backend=engine.name, threads=threads, head_dim=head_dim, page_tokens=page_tokens, head_pages=head_pages
-        )
+            common = fmt == formats[0]
+            rows += time_format(
+                engine, codecs, fmt, geometry, head_pages, repeat=repeat, threads=threads, common=common
+            )
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else _processor()
     return {"schema": SCHEMA, "run": _run(device, repeat), "rows": rows}
 
@@ -89,9 +89,59 @@ def _run(device: str, repeat: int) -> dict:
     }  # fmt: skip
 
 
-def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -> list[Operation]:
+def time_format(
+    engine, codecs, fmt: str, geometry: Geometry, head_pages: int, *, repeat: int, threads: int = 1, common: bool = True
+) -> list[dict]:
+    """Rows of `run_bench` for planes of one format: the tier's operations, then those of every codec that fits.
+
+    `common` False leaves out load and stats, which are the same for every format. Raises InputError when the buffers do
+    not fit on the device.
+    """
+    on_device = engine.device.type == "cuda"
+    if on_device:
+        engine.check_headers = False  # the kernels are timed, not the wait for the headers
+    sets = _sets_of_buffers(codecs, fmt, geometry, head_pages) if on_device else 1
+    operations = _operations(engine, codecs, fmt, geometry, head_pages, sets)
+    operations = [operation for operation in operations if common or operation.op not in ("load", "stats")]
+    copy = DeviceCopy(engine.device, sets) if on_device else Memcpy(threads)
+    rows = _time(operations, copy, EventClock(copy) if on_device else wall_seconds, repeat)
+    settings = {
+        "backend": engine.name, "threads": threads, "head_dim": geometry.head_dim,
+        "page_tokens": geometry.page_tokens, "head_pages": head_pages,
+    }  # fmt: skip
+    return [row | settings for row in rows]
+
+
+def _sets_of_buffers(codecs, fmt: str, geometry: Geometry, head_pages: int) -> int:
+    """How many sets it takes for the smallest operation to go through four times the L2 before it meets a set again."""
+    fitting = [codec for codec in codecs if codec.fits(fmt)]
+    hot, fp32 = FORMATS[fmt].bytes(geometry), 4 * geometry.page_tokens * geometry.head_dim
+    slots = [codec.slot_bytes(geometry, fmt) for codec in fitting]
+    smallest = head_pages * (hot + min(slots, default=fp32))
+    back = [FORMATS[codec.restored_format(fmt)].bytes(geometry) for codec in fitting]
+    buffers = 2 * fp32 + fp32 // 2 + 2 * hot + sum(2 * size for size in slots) + sum(back)
+    one_set = head_pages * (buffers + 2 * fp32)  # and what the copy needs for the largest operation
+    wanted = max(2, -(-4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size // smallest))
+    torch.cuda.empty_cache()  # what an earlier format used is free again
+    free, _ = torch.cuda.mem_get_info()
+    if wanted * one_set > 0.8 * free:
+        need = f"{wanted} sets of buffers of {head_pages} head-pages take {wanted * one_set / 1e9:.1f} GB"
+        raise InputError(f"bench: {need}, the device has {free / 1e9:.1f} GB free", hint="give fewer --head-pages")
+    return wanted
+
+
+def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int, sets: int) -> list[Operation]:
     """Inputs and, for the compiled backends, outputs are allocated once: what is timed is the work."""
-    values = sample_values(head_pages, geometry).to(engine.device)
+    parts = [_one_set(engine, codecs, fmt, geometry, head_pages) for _ in range(sets)]
+    return [
+        Operation(op, codec, of, size, [part[i][4] for part in parts])
+        for i, (op, codec, of, size, _) in enumerate(parts[0])
+    ]
+
+
+def _one_set(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -> list[tuple]:
+    """(op, codec, format, bytes, run) of every operation on one set of buffers."""
+    values = sample_values(head_pages, geometry, engine.device)
     x = engine.load(values, geometry)
     hot = engine.quantize(fmt, x)
     y = torch.empty_like(x)
@@ -103,10 +153,10 @@ def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -
     copy = empty_plane(fmt, head_pages, geometry, engine.device)
     fp32 = x.nbytes
     operations = [
-        Operation("load", "-", "bf16", values.nbytes + fp32, lambda: engine.load(values, geometry, **out(y))),
-        Operation("quantize", "-", fmt, fp32 + hot.nbytes, lambda: engine.quantize(fmt, x, **out(copy))),
-        Operation("dequantize", "-", fmt, hot.nbytes + fp32, lambda: engine.dequantize(hot, **out(y))),
-        Operation("stats", "-", "fp32", 2 * fp32, lambda: engine.stats(x, y, 1)),
+        ("load", "-", "bf16", values.nbytes + fp32, lambda: engine.load(values, geometry, **out(y))),
+        ("quantize", "-", fmt, fp32 + hot.nbytes, lambda: engine.quantize(fmt, x, **out(copy))),
+        ("dequantize", "-", fmt, hot.nbytes + fp32, lambda: engine.dequantize(hot, **out(y))),
+        ("stats", "-", "fp32", 2 * fp32, lambda: engine.stats(x, y, 1)),
     ]
     for codec in codecs:
         if codec.fits(fmt):
@@ -114,7 +164,7 @@ def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -
     return operations
 
 
-def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Operation]:
+def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[tuple]:
     fmt, n = hot.format, hot.head_pages
     codec = fitted(codec, hot, geometry, engine)
     slots, valid = engine.encode(codec, hot, geometry)
@@ -140,24 +190,25 @@ def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Op
     def restore():
         engine.restore(codec, slots, geometry, fmt, **out(plane))
 
-    first = [Operation("lengths", codec.label, fmt, read + lengths.nbytes, measure_lengths)] if codec.sized else []
+    first = [("lengths", codec.label, fmt, read + lengths.nbytes, measure_lengths)] if codec.sized else []
     return [
         *first,
-        Operation("encode", codec.label, fmt, read + packed, encode),
-        Operation("decode", codec.label, fmt, packed + y.nbytes, decode),
-        Operation("restore", codec.label, fmt, packed + written, restore),
+        ("encode", codec.label, fmt, read + packed, encode),
+        ("decode", codec.label, fmt, packed + y.nbytes, decode),
+        ("restore", codec.label, fmt, packed + written, restore),
     ]
 
 
-def _time(operations: list[Operation], copy: "_Memcpy", engine, repeat: int) -> list[dict]:
-    clock = _cuda_seconds if engine.device.type == "cuda" else _seconds
+def _time(operations: list[Operation], copy, seconds, repeat: int) -> list[dict]:
     for operation in operations:
-        operation.run()
-        copy.run(operation.bytes)
+        for run in operation.runs:
+            run()
+        for run in copy.runs(operation.bytes):
+            run()
     times = [[] for _ in operations]
     for _ in range(repeat):
         for operation, found in zip(operations, times, strict=True):
-            found.append((clock(operation.run), clock(lambda size=operation.bytes: copy.run(size))))
+            found.append((seconds(operation.runs), seconds(copy.runs(operation.bytes))))
     rows = []
     for operation, found in zip(operations, times, strict=True):
         rows.append(
@@ -172,49 +223,6 @@ def _time(operations: list[Operation], copy: "_Memcpy", engine, repeat: int) -> 
             }
         )
     return rows
-
-
-class _Memcpy:
-    """Copies half of `size` bytes, so that read plus written is `size`: the C library's memcpy, or the device's."""
-
-    def __init__(self, device: torch.device, threads: int):
-        self.device, self.threads = device, threads or os.cpu_count() or 1
-        self.pool = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
-        self.buffers = None
-
-    def run(self, size: int) -> None:
-        half = size // 2
-        if self.buffers is None or self.buffers[0].numel() < half:
-            # written, not just allocated: untouched pages would all be read from one zero page in the cache
-            self.buffers = [torch.full((half,), i, dtype=torch.uint8, device=self.device) for i in (1, 2)]
-        source, target = self.buffers
-        if self.device.type == "cuda":
-            target[:half].copy_(source[:half])
-            return
-        parts = [(i * half // self.threads, (i + 1) * half // self.threads) for i in range(self.threads)]
-
-        def move(part) -> None:
-            start, stop = part
-            ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, stop - start)
-
-        if self.pool:
-            list(self.pool.map(move, parts))
-        else:
-            move(parts[0])
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _cuda_seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 class _threads_of_torch:

@@ -49,7 +49,9 @@ class KernelError(ToolError):
 
 
 class Library:
-    """A loaded kernel library; `suffix` is "cpu" or "cuda", the ending of its function names."""
+    """A loaded kernel library; `suffix` is "cpu" or "cuda", the ending of its function names; `built_by` says how."""
+
+    built_by = "host compiler"
 
     def __init__(self, path: Path, suffix: str):
         self.path, self.suffix = path, suffix

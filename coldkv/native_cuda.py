@@ -1,7 +1,8 @@
-"""Builds the CUDA library from the same kernel sources, through torch's `load_inline`, and loads it.
+"""Builds the CUDA library from the same kernel sources, and loads it; no GPU is needed for either.
 
-Needs a CUDA build of torch, nvcc and ninja; no GPU is needed to build and import. The sources know nothing of
-torch: `load_inline` only drives nvcc and ninja, and functions are called through ctypes like those of the host library.
+Torch's `load_inline` does it where what it needs is there: ninja, setuptools, Python's headers. Elsewhere nvcc is
+called directly, with the same flags. The sources know nothing of torch, and functions are called through ctypes like
+those of the host library; so a C++ engine can use what `build_with_nvcc` makes.
 """
 
 import os
@@ -9,15 +10,20 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from coldkv.errors import ToolError
-from coldkv.native import Library, _first_error, _key, _locked, _version_text, cache_dir, kernels_dir
+from coldkv.native import Library, _first_error, _key, _locked, _run_compiler, _version_text, cache_dir, kernels_dir
 
 ARCHITECTURES = (80, 90, 120)  # Ampere, Hopper, Blackwell (consumer); PTX of the newest for what comes later
-CUDA_FLAGS = ("-O3", "-std=c++17", "-fmad=false", "--threads=0", "-Xcompiler", "-fvisibility=hidden")
+CODE_FLAGS = ("-O3", "-std=c++17", "-fmad=false")  # what decides over the device code
+CUDA_FLAGS = (*CODE_FLAGS, "--threads=0", "-Xcompiler", "-fvisibility=hidden")
 
 # An importable module with nothing in it: what the library offers is its C functions.
 MODULE_SOURCE = """
@@ -43,9 +49,43 @@ def cuda_library() -> Library:
     with _locked(folder):
         if not (finished.exists() and target.exists()):
             folder.mkdir(exist_ok=True)
-            _load_inline(home, name, folder, flags)
-            finished.touch()
-    return Library(_import_module(name, target), "cuda")
+            if missing := load_inline_lacks():
+                build_with_nvcc(home, target, flags)
+                finished.write_text(f"nvcc, since load_inline lacks {missing}")
+            else:
+                _load_inline(home, name, folder, flags)
+                finished.write_text("load_inline")
+        built_by = finished.read_text()
+    library = Library(_import_module(name, target) if built_by == "load_inline" else target, "cuda")
+    library.built_by = built_by
+    return library
+
+
+def load_inline_lacks() -> str | None:
+    """What keeps `load_inline` from building here, or None."""
+    if not (shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))):
+        return "ninja"
+    if not find_spec("setuptools"):
+        return "setuptools"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.is_file() else str(header)
+
+
+def build_with_nvcc(home: Path, target: Path, flags: tuple[str, ...]) -> None:
+    """Compile the kernel sources side by side and link them to the shared library `target`, which appears whole."""
+    nvcc = str(home / "bin" / "nvcc")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
+        sources = sorted(kernels_dir().glob("*.cu"))
+        objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [nvcc, *flags, "-Xcompiler", "-fPIC", "-c", str(source), "-o", obj]
+            for source, obj in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(_run_compiler, commands))
+        built = Path(work) / target.name
+        _run_compiler([nvcc, "-shared", "-Xlinker", "--no-undefined", *objects, "-o", str(built)])
+        os.replace(built, target)
 
 
 def cuda_home() -> Path:
@@ -112,9 +152,6 @@ def _build_environment(home: Path):
     os.environ["CUDA_HOME"] = str(home)
     if not shutil.which("ninja"):
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        if not shutil.which("ninja"):
-            os.environ["PATH"] = saved["PATH"] or ""
-            raise ToolError("CUDA kernels: ninja not found", hint="pip install 'coldkv[cuda]'")
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ extern "C" const char* ckv_strerror(int code) {
     case CKV_E_SLOT: return "a slot is not valid: its header does not match, or its data does not decode";
     case CKV_E_LAUNCH: return "the device refused the kernel launch";
     case CKV_E_DTYPE: return "unknown dtype id";
+    case CKV_E_ALIGN: return "a device buffer does not start at a multiple of 16 bytes";
     default: return "unknown error code";
   }
 }

@@ -14,8 +14,9 @@
  *
  * Every function with a _cpu suffix also exists with a _cuda suffix in the device build: the pointers are then device
  * pointers and the last argument is `void* stream` (a cudaStream_t) in place of `int threads`. Those only launch; they never
- * synchronise, so the only failure they report is a launch that could not start. threads <= 0 means all hardware threads; the
- * result never depends on the number of threads.
+ * synchronise, so the only failures they report are wrong arguments and a launch that could not start. Device buffers start at
+ * multiples of 16 bytes (load's source: of one element). threads <= 0 means all hardware threads; the result never depends on the
+ * number of threads.
  */
 #ifndef COLDKV_H
 #define COLDKV_H
@@ -40,7 +41,8 @@ enum {
   CKV_E_STRIDE = 4, /* slot stride smaller than the slot, or not a multiple of 16 */
   CKV_E_SLOT = 5,   /* a slot with a wrong header or damaged streams; its output is filled with NaN, never with zeros */
   CKV_E_LAUNCH = 6, /* the device refused the launch */
-  CKV_E_DTYPE = 7   /* unknown dtype id given to load */
+  CKV_E_DTYPE = 7,  /* unknown dtype id given to load */
+  CKV_E_ALIGN = 8   /* a device buffer does not start at a multiple of 16 bytes */
 };
 
 enum { CKV_BF16 = 0, CKV_FP16 = 1, CKV_INT8 = 2, CKV_FP8 = 3, CKV_NVFP4 = 4, CKV_ISO3 = 5 };

@@ -7,8 +7,6 @@
 #include <vector>
 
 #include "codec_host.h"
-#else
-#include "codec_device.h"
 #endif
 
 namespace ckv {
@@ -152,68 +150,7 @@ extern "C" int ckv_e2m1_g16_restore_cpu(const ckv_plane_desc* d, const uint8_t* 
 #endif  // CKV_BUILD_HOST
 
 #if CKV_BUILD_DEVICE
-namespace ckv {
-namespace e2m1_g16 {
-
-// One block per head-page, one thread per group. Pass one finds every group's u and leaves it in the group's own first code byte
-// and scale byte (a slot has no room to spare in shared memory for large pages, and each thread reads back only its own); the
-// block then agrees on the page scale, and pass two writes the nibbles and bytes.
-template <int F, bool kWide>
-CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
-  CKV_SHARED(int, u_max, 1);
-  CKV_SHARED(int, page_amax, 1);
-  if (threadIdx.x == 0) u_max[0] = 0, page_amax[0] = 0;
-  __syncthreads();
-  const int64_t code_row = code_row_bytes(F, shape.D), scale_row = scale_row_bytes(F, shape.D);
-  const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * shape.T * code_row;
-  const uint8_t* page_scales = scales + static_cast<int64_t>(blockIdx.x) * shape.T * scale_row;
-  uint8_t *slot = slots + blockIdx.x * stride, *nibbles = slot + sizeof(SlotHeader), *scale_bytes = slot + shape.scales_at;
-  const int total = shape.T * shape.g16;
-  float v[16];
-  int my_u = 0, my_amax = 0;
-  for (int i = threadIdx.x; i < total; i += kBlock) {
-    const int row = i / shape.g16, ch = i % shape.g16 * 16, len = shape.D - ch < 16 ? shape.D - ch : 16;
-    load_segment<F, kWide>(page_codes + row * code_row, page_scales + row * scale_row, ch, len, v);
-    const uint32_t amax = segment_amax_bits(v);
-    my_amax = static_cast<int>(amax) > my_amax ? static_cast<int>(amax) : my_amax;
-    if (amax > bits_of(g16::kHuge)) continue;
-    for (int k = 0; k < 16; ++k) v[k] = float_of(bits_of(v[k]) & 0x7FFFFFFFu);
-    const int u = g16::pick_free(v, float_of(amax));
-    my_u = u > my_u ? u : my_u;
-    nibbles[(row * shape.D + ch) / 2] = static_cast<uint8_t>(u);
-    scale_bytes[i] = static_cast<uint8_t>(u >> 8);
-  }
-  atomicMax(u_max, my_u);
-  atomicMax(page_amax, my_amax);
-  __syncthreads();
-  const uint32_t most = static_cast<uint32_t>(page_amax[0]);
-  const bool refused = most > bits_of(g16::kHuge), zero = u_max[0] < g16::kFirstU || float_of(most) < g16::kTiny;
-  const int exponent = zero ? 127 : g16::page_exponent(u_max[0]);
-  const float P = g16::page_scale(exponent);
-  for (int i = threadIdx.x; i < total && !refused; i += kBlock) {
-    const int row = i / shape.g16, ch = i % shape.g16 * 16, len = shape.D - ch < 16 ? shape.D - ch : 16;
-    uint8_t* to = nibbles + (row * shape.D + ch) / 2;
-    const int u = *to | scale_bytes[i] << 8;
-    uint8_t byte = g16::kZeroByte;
-    for (int k = 0; k < 16; ++k) v[k] = 0.0f;
-    if (!zero && u != g16::kZeroGroup) {
-      load_segment<F, kWide>(page_codes + row * code_row, page_scales + row * scale_row, ch, len, v);
-      byte = g16::normal_byte(u, exponent);
-      if (!byte) {
-        float magnitude[16];
-        for (int k = 0; k < 16; ++k) magnitude[k] = float_of(bits_of(v[k]) & 0x7FFFFFFFu);
-        byte = g16::pick_coded(magnitude, float_of(segment_amax_bits(v)), P);
-      }
-    }
-    store_nibbles<E2M1NoNegativeZero, kWide>(v, len, e4m3_to_float(byte) * P, to);
-    scale_bytes[i] = byte;
-  }
-  if (threadIdx.x == 0) write_header(slot, kVersion, kFlagValid, bits_of(P));
-  finish_slot(slot, shape, refused, valid + blockIdx.x);
-}
-
-}  // namespace e2m1_g16
-}  // namespace ckv
+#include "e2m1_g16_device.h"
 
 extern "C" int ckv_e2m1_g16_encode_cuda(const ckv_plane_desc* d, const void* codes, const void* scales, uint8_t* slots, int64_t stride,
                                         int32_t* valid, void* stream) {
@@ -222,18 +159,8 @@ extern "C" int ckv_e2m1_g16_encode_cuda(const ckv_plane_desc* d, const void* cod
   if (!rc) rc = check_grid(d);
   if (rc || !d->n) return rc;
   if (!valid) return CKV_E_NULL;
-  const SlotShape shape(d->page_tokens, d->head_dim);
-  const uint8_t *c = static_cast<const uint8_t*>(codes), *s = static_cast<const uint8_t*>(scales);
-  with_format(d->format, [&](auto tag) {
-    constexpr int F = decltype(tag)::value;
-    if constexpr ((e2m1_g16::kAccepts >> F & 1u) != 0) {
-      if (shape.D % 16 == 0)
-        CKV_LAUNCH((e2m1_g16::encode_kernel<F, true>), static_cast<unsigned>(d->n), kBlock, stream, c, s, shape, slots, stride, valid);
-      else
-        CKV_LAUNCH((e2m1_g16::encode_kernel<F, false>), static_cast<unsigned>(d->n), kBlock, stream, c, s, shape, slots, stride, valid);
-    }
-  });
-  return launch_status();
+  if (check_aligned(codes, scales, slots)) return CKV_E_ALIGN;
+  return e2m1_g16::launch_encode(*d, codes, scales, slots, stride, valid, stream);
 }
 
 extern "C" int ckv_e2m1_g16_decode_cuda(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, float* out, void* stream) {

@@ -82,16 +82,22 @@ extern "C" int ckv_native_restore_cpu(const ckv_plane_desc* d, const uint8_t* sl
 namespace ckv {
 namespace native {
 
+// Four scale bytes (or one) that the copy passes by; not 0 where one of them is no scale: 0, from 0x7F on, or with a sign bit.
+CKV_DEVICE uint32_t no_scales(uint32_t bytes, int count) {
+  if (count == 1) return not_a_scale(static_cast<uint8_t>(bytes));
+  const uint32_t zero = (bytes - 0x01010101u) & ~bytes, nan = (bytes & 0x7F7F7F7Fu) + 0x01010101u;
+  return (zero | nan | bytes) & 0x80808080u;
+}
+
 CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint16_t flags, uint8_t* slots, int64_t stride, int32_t* valid) {
-  const int64_t code_bytes = shape.scales_at - static_cast<int64_t>(sizeof(SlotHeader)), scale_bytes = shape.payload_end - shape.scales_at;
-  const uint8_t* page_scales = scales + blockIdx.x * scale_bytes;
+  const int code_bytes = shape.T * shape.D / 2, scale_bytes = shape.T * shape.g16;
   uint8_t* slot = slots + blockIdx.x * stride;
-  bool bad = false;
-  for (int64_t i = threadIdx.x; i < scale_bytes; i += blockDim.x) bad = bad || not_a_scale(page_scales[i]);
-  block_copy(slot + sizeof(SlotHeader), codes + blockIdx.x * code_bytes, code_bytes);
-  block_copy(slot + shape.scales_at, page_scales, scale_bytes);
-  if (threadIdx.x == 0) write_header(slot, kVersion, flags, 0);
-  finish_slot(slot, shape, bad, valid + blockIdx.x);
+  uint32_t bad = 0;
+  block_copy(slot + sizeof(SlotHeader), codes + static_cast<int64_t>(blockIdx.x) * code_bytes, code_bytes);
+  block_copy(slot + shape.scales_at, scales + static_cast<int64_t>(blockIdx.x) * scale_bytes, scale_bytes,
+             [&](uint32_t bytes, int count) { bad |= no_scales(bytes, count); });
+  if (threadIdx.x == 0) store_header(slot, kVersion, flags, 0);
+  finish_slot(slot, shape, bad != 0, valid + blockIdx.x);
 }
 
 }  // namespace native
@@ -104,8 +110,9 @@ extern "C" int ckv_native_encode_cuda(const ckv_plane_desc* d, const void* codes
   if (!rc) rc = check_grid(d);
   if (rc || !d->n) return rc;
   if (!valid) return CKV_E_NULL;
+  if (check_aligned(codes, scales, slots)) return CKV_E_ALIGN;
   const SlotShape shape(d->page_tokens, d->head_dim);
-  CKV_LAUNCH(native::encode_kernel, static_cast<unsigned>(d->n), kBlock, stream, static_cast<const uint8_t*>(codes),
+  CKV_LAUNCH(native::encode_kernel, static_cast<unsigned>(d->n), block_for(shape.bytes / 16, kUnroll), stream, static_cast<const uint8_t*>(codes),
              static_cast<const uint8_t*>(scales), shape, native::flags_of(d->format), slots, stride, valid);
   return launch_status();
 }

@@ -4,6 +4,8 @@
 // significant bits, s at most 4), so every backend sees the same ties; a quotient would be rounded. An exact tie goes up.
 #pragma once
 
+#include <cmath>
+
 #include "port.cuh"
 
 namespace ckv {
@@ -27,22 +29,39 @@ CKV_HD uint8_t e4m3_from_float(float x) {
   return static_cast<uint8_t>((u >> 24 & 0x80u) | e4m3_from_positive(float_of(u & 0x7FFFFFFFu)));
 }
 
+// Device builds move the bits under a larger exponent and scale, which takes subnormals along; hosts trap on fp32 subnormals.
 CKV_HD float e4m3_to_float(uint8_t c) {
+#if CKV_BUILD_DEVICE
+  const uint32_t bits = (c & 0x80u) << 24 | (c & 0x7Fu) << 20;
+  return (c & 0x7Fu) == 0x7Fu ? float_of(bits | 0x7FC00000u) : float_of(bits) * 0x1p120f;
+#else
   const uint32_t sign = static_cast<uint32_t>(c & 0x80u) << 24, e = c >> 3 & 15u, m = c & 7u;
   if ((c & 0x7Fu) == 0x7Fu) return float_of(sign | 0x7FC00000u);
   if (e) return float_of(sign | (e + 120u) << 23 | m << 20);
   return float_of(sign | bits_of(static_cast<float>(m) * 0x1p-9f));
+#endif
 }
 
 CKV_HD float fp16_to_float(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, e = h >> 10 & 31u, m = h & 1023u;
   if (e == 31u) return float_of(sign | 0x7F800000u | m << 13);
   if (e) return float_of(sign | (e + 112u) << 23 | m << 13);
   return float_of(sign | bits_of(static_cast<float>(m) * 0x1p-24f));
+#endif
 }
 
 // Nearest fp16, ties to even, overflow to infinity. x is not NaN.
 CKV_HD uint16_t fp16_from_float(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const uint32_t u = bits_of(x), a = u & 0x7FFFFFFFu;
   const uint16_t sign = static_cast<uint16_t>(u >> 16 & 0x8000u);
   if (a >= 0x477FF000u) return sign | 0x7C00u;  // >= 65520
@@ -51,6 +70,7 @@ CKV_HD uint16_t fp16_from_float(float x) {
     return static_cast<uint16_t>(sign | static_cast<uint16_t>(r));
   }
   return static_cast<uint16_t>(sign | (((a + 0xFFFu + (a >> 13 & 1u)) >> 13) - (112u << 10)));
+#endif
 }
 
 constexpr float kLargestFp16 = 65504.0f;
@@ -106,10 +126,24 @@ CKV_HD uint32_t nibble_of(float x, float s) {
   return i | (negative ? 8u : 0u);
 }
 
-// Scale byte of a group whose largest magnitude is `amax`.
+// amax / kDivisor, correctly rounded. The device's division is a call of some twenty instructions; with the reciprocal known, one
+// correction of the rounded product gives the same (a test compares all mantissas). Quotients below 2^-126 may differ, which the
+// floor of group_scale hides.
+template <class Alphabet>
+CKV_HD float over_divisor(float amax) {
+#if CKV_BUILD_DEVICE
+  constexpr float inverse = 1.0f / Alphabet::kDivisor;
+  const float q = amax * inverse;
+  return fmaf(fmaf(-Alphabet::kDivisor, q, amax), inverse, q);
+#else
+  return amax / Alphabet::kDivisor;
+#endif
+}
+
+// Scale byte of a group whose largest magnitude is `amax`, finite.
 template <class Alphabet>
 CKV_HD uint8_t group_scale(float amax) {
-  const float r = amax / Alphabet::kDivisor;
+  const float r = over_divisor<Alphabet>(amax);
   return e4m3_from_positive(r > kScaleFloor ? r : kScaleFloor);
 }
 

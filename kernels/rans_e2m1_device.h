@@ -87,7 +87,7 @@ CKV_DEVICE bool count_half(const uint8_t* codes, const uint8_t* scales, const En
     if constexpr (F == CKV_NVFP4) {
       if (active) bad = bad || not_a_scale(s[j]);
     } else {
-      const uint32_t amax = max_of_four_lanes(active ? segment_amax<F, kWide>(c, s, ch, len) : 0);
+      const uint32_t amax = max_of_lanes<4>(active ? segment_amax<F, kWide>(c, s, ch, len) : 0);
       bad = bad || not_finite(amax);
       byte = group_scale<E2M1>(float_of(amax));
     }

@@ -111,20 +111,26 @@ extern "C" int ckv_stats_cuda(int64_t n, int32_t heads, int32_t rows, int32_t he
   if (heads < 1 || !shape_ok(n, rows, head_dim) || n % heads) return CKV_E_SHAPE;
   if (!out || (n && (!x || !y))) return CKV_E_NULL;
   if (!n) return CKV_OK;
-  const int64_t pages = n / heads, count = static_cast<int64_t>(rows) * head_dim;
-  const int chunks = static_cast<int>(pages < stats::kMaxChunks ? pages : stats::kMaxChunks);
+  if (check_aligned(x, y, nullptr) || check_aligned(out, channel_sums, nullptr)) return CKV_E_ALIGN;
+  const int64_t pages = n / heads, chunks = pages < stats::kMaxChunks ? pages : stats::kMaxChunks, places = heads * chunks;
+  const int64_t figures = places * stats::kFigures, channels = channel_sums ? places * head_dim : 0;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  void* partial = nullptr;  // stream-ordered: allocating and freeing it synchronises nothing
-  if (cudaMallocAsync(&partial, sizeof(double) * stats::kFigures * static_cast<size_t>(heads) * static_cast<size_t>(chunks), on) != cudaSuccess)
-    return CKV_E_LAUNCH;
-  CKV_LAUNCH(stats::sums_kernel, dim3(static_cast<unsigned>(heads), static_cast<unsigned>(chunks)), kBlock, stream, pages, heads, count, x, y,
-             static_cast<double*>(partial));
-  CKV_LAUNCH(stats::finish_kernel, grid_for(heads), kBlock, stream, heads, chunks, static_cast<double>(pages * count),
-             static_cast<const double*>(partial), out);
+  void* allocated = nullptr;  // stream-ordered: allocating and freeing it synchronises nothing
+  if (cudaMallocAsync(&allocated, sizeof(double) * static_cast<size_t>(figures + channels), on) != cudaSuccess) return CKV_E_LAUNCH;
+  double *partial = static_cast<double*>(allocated), *channel_partial = channel_sums ? partial + figures : nullptr;
+  const dim3 grid(static_cast<unsigned>(heads), static_cast<unsigned>(chunks));
+  const int count = static_cast<int>(chunks);
+  if (head_dim % 4 == 0)
+    CKV_LAUNCH((stats::sums_kernel<4>), grid, kBlock, stream, pages, heads, rows, head_dim, x, y, partial, channel_partial);
+  else
+    CKV_LAUNCH((stats::sums_kernel<2>), grid, kBlock, stream, pages, heads, rows, head_dim, x, y, partial, channel_partial);
+  const double elements = static_cast<double>(pages) * rows * head_dim;
+  CKV_LAUNCH(stats::finish_kernel, grid_for(heads), kBlock, stream, heads, count, elements, partial, out);
   if (channel_sums)
-    CKV_LAUNCH(stats::channels_kernel, dim3(static_cast<unsigned>(heads), static_cast<unsigned>(ceil_div(head_dim, 32))), kBlock, stream, pages,
-               heads, rows, head_dim, x, channel_sums);
-  cudaFreeAsync(partial, on);
-  return launch_status();
+    CKV_LAUNCH(stats::finish_channels_kernel, grid_for(static_cast<int64_t>(heads) * head_dim), kBlock, stream, heads, count, head_dim,
+               channel_partial, channel_sums);
+  const int rc = launch_status();
+  cudaFreeAsync(allocated, on);
+  return rc;
 }
 #endif  // CKV_BUILD_DEVICE

@@ -159,34 +159,18 @@ extern "C" int ckv_quantize_cuda(const ckv_plane_desc* d, const float* x, void* 
   const int rc = check_plane(d, codes, scales);
   if (rc || !d->n) return rc;
   if (!x) return CKV_E_NULL;
-  const int D = d->head_dim;
-  const int64_t rows = d->n * d->page_tokens, segments = rows * ceil_div(D, 16);
-  const bool wide = D % 16 == 0;
+  if (check_grid(d)) return CKV_E_SHAPE;
+  if (check_aligned(x, codes, scales)) return CKV_E_ALIGN;
   uint8_t *c = static_cast<uint8_t*>(codes), *s = static_cast<uint8_t*>(scales);
-  const auto nibbles = [&](auto alphabet) {
-    using Alphabet = decltype(alphabet);
-    if (wide)
-      CKV_LAUNCH((tiers::nibble_kernel<Alphabet, true>), grid_for(segments), kBlock, stream, x, c, s, rows, D);
-    else
-      CKV_LAUNCH((tiers::nibble_kernel<Alphabet, false>), grid_for(segments), kBlock, stream, x, c, s, rows, D);
-  };
   switch (d->format) {
-    case CKV_INT8: {
-      const unsigned grid = grid_for(rows * 4 * ceil_div(D, 64));
-      int8_t* c8 = reinterpret_cast<int8_t*>(c);
-      uint16_t* s16 = reinterpret_cast<uint16_t*>(s);
-      if (wide)
-        CKV_LAUNCH((tiers::int8_kernel<true>), grid, kBlock, stream, x, c8, s16, rows, D);
-      else
-        CKV_LAUNCH((tiers::int8_kernel<false>), grid, kBlock, stream, x, c8, s16, rows, D);
-      break;
+    case CKV_INT8: tiers::launch_quantize<CKV_INT8>(*d, x, c, s, stream); break;
+    case CKV_NVFP4: tiers::launch_quantize<CKV_NVFP4>(*d, x, c, s, stream); break;
+    case CKV_ISO3: tiers::launch_quantize<CKV_ISO3>(*d, x, c, s, stream); break;
+    case CKV_FP8: tiers::launch_fp8(*d, x, c, reinterpret_cast<uint16_t*>(s), stream); break;
+    default: {
+      const int64_t count = d->n * d->page_tokens * d->head_dim;
+      CKV_LAUNCH(tiers::round_kernel, grid_for((count + 15) / 16), kBlock, stream, d->format, x, static_cast<uint32_t*>(codes), count);
     }
-    case CKV_FP8: CKV_LAUNCH(tiers::fp8_kernel, grid_for(rows * 32), kBlock, stream, x, c, reinterpret_cast<uint16_t*>(s), rows, D); break;
-    case CKV_NVFP4: nibbles(E2M1{}); break;
-    case CKV_ISO3: nibbles(Iso3{}); break;
-    default:
-      CKV_LAUNCH(tiers::round_kernel, grid_for(rows * D / 2), kBlock, stream, d->format, reinterpret_cast<const float2*>(x),
-                 reinterpret_cast<uint32_t*>(c), rows * D / 2);
   }
   return launch_status();
 }
@@ -195,33 +179,27 @@ extern "C" int ckv_dequantize_cuda(const ckv_plane_desc* d, const void* codes, c
   const int rc = check_plane(d, codes, scales);
   if (rc || !d->n) return rc;
   if (!x) return CKV_E_NULL;
-  const int D = d->head_dim;
-  const int64_t rows = d->n * d->page_tokens;
+  if (check_grid(d)) return CKV_E_SHAPE;
+  if (check_aligned(x, codes, scales)) return CKV_E_ALIGN;
   const uint8_t *c = static_cast<const uint8_t*>(codes), *s = static_cast<const uint8_t*>(scales);
-  with_format(d->format, [&](auto tag) {
-    constexpr int F = decltype(tag)::value;
-    if (D % 4 == 0)
-      CKV_LAUNCH((tiers::dequantize_kernel<F, 4>), grid_for(rows * D / 4), kBlock, stream, c, s, x, rows, D);
-    else
-      CKV_LAUNCH((tiers::dequantize_kernel<F, 2>), grid_for(rows * D / 2), kBlock, stream, c, s, x, rows, D);
-  });
+  with_format(d->format, [&](auto tag) { tiers::launch_dequantize<decltype(tag)::value>(*d, c, s, x, stream); });
   return launch_status();
 }
 
 extern "C" int ckv_load_cuda(int32_t dtype, const void* src, int64_t token_stride, int64_t head_stride, int64_t pages, int32_t heads,
                              int32_t page_tokens, int32_t head_dim, float* out, void* stream) {
   if (dtype < 0 || dtype > 2) return CKV_E_DTYPE;
-  if (heads < 1 || !shape_ok(pages, page_tokens, head_dim)) return CKV_E_SHAPE;
+  if (heads < 1 || !shape_ok(pages, page_tokens, head_dim) || pages > 0x7FFFFFFF / heads) return CKV_E_SHAPE;
   if (!pages) return CKV_OK;
   if (!src || !out) return CKV_E_NULL;
-  const int64_t pairs = pages * heads * page_tokens * (head_dim / 2);
-  float2* to = reinterpret_cast<float2*>(out);
+  if (check_aligned(out, nullptr, nullptr)) return CKV_E_ALIGN;
+  const unsigned grid = static_cast<unsigned>(pages * heads);
   if (dtype == 0)
-    CKV_LAUNCH((tiers::load_kernel<0>), grid_for(pairs), kBlock, stream, src, token_stride, head_stride, heads, page_tokens, head_dim, to, pairs);
+    tiers::launch_load<0>(src, token_stride, head_stride, grid, heads, page_tokens, head_dim, out, stream);
   else if (dtype == 1)
-    CKV_LAUNCH((tiers::load_kernel<1>), grid_for(pairs), kBlock, stream, src, token_stride, head_stride, heads, page_tokens, head_dim, to, pairs);
+    tiers::launch_load<1>(src, token_stride, head_stride, grid, heads, page_tokens, head_dim, out, stream);
   else
-    CKV_LAUNCH((tiers::load_kernel<2>), grid_for(pairs), kBlock, stream, src, token_stride, head_stride, heads, page_tokens, head_dim, to, pairs);
+    tiers::launch_load<2>(src, token_stride, head_stride, grid, heads, page_tokens, head_dim, out, stream);
   return launch_status();
 }
 #endif  // CKV_BUILD_DEVICE

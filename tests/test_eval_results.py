@@ -253,8 +253,9 @@ def test_the_picture_has_every_codec_of_every_file(write, capsys, tmp_path):
     assert done.code == 0 and done.err == "" and "Bytes" in done.out
     found = words_of(tmp_path / "p.svg")
     assert {"ecq:rate=1.5", "ecq:rate=2", "ecq:rate=3", "e2m1-g64", "e2m1-g16", "hot (exact: 0)"} <= found
-    assert "mean KL to the run without cold pages (nats)" in found and "NMSE to the hot tier" in found
+    assert "mean KL to the run without cold pages, nats" in found and "NMSE to the hot tier" in found
     assert in_process(capsys, "report", paths[0], "--plot", tmp_path / "p.png").code == 0
+    assert plot._short("ecq:calib=/a/b/c.safetensors,rate=2") == "ecq:calib=c.safetensors,rate=2"
     assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     again = tmp_path / "again.svg"
     assert in_process(capsys, "report", *paths, "--plot", again).code == 0

@@ -98,14 +98,22 @@ def test_kernels_include_no_framework_header():
                     assert "torch" not in line and "ATen" not in line and "Python.h" not in line
 
 
-def test_cuda_sources_build_and_import_without_a_gpu():
+@pytest.fixture
+def nvcc():
+    """Path of nvcc, where this torch and this machine can build CUDA."""
     if torch.version.cuda is None:
         pytest.skip("torch without CUDA cannot build CUDA extensions")
     try:
-        home = native_cuda.cuda_home()
+        return str(native_cuda.cuda_home() / "bin" / "nvcc")
     except ToolError as error:
         pytest.skip(str(error))
+
+
+def test_cuda_sources_build_and_import_without_a_gpu(nvcc):
+    if missing := native_cuda.load_inline_lacks():
+        pytest.skip(f"load_inline lacks {missing}")
     library = native_cuda.cuda_library()
+    assert library.built_by == "load_inline"
     for codec in all_codecs():
         for what in ("encode", "decode", "restore"):
             assert codec.native is None or library.has(f"{codec.native}_{what}")
@@ -114,5 +122,34 @@ def test_cuda_sources_build_and_import_without_a_gpu():
         assert library.has(stem)
     assert library.slot_bytes("e2m1_g16", 2, 64, 256) == 9232
     ninja = (library.path.parent / "build.ninja").read_text()
-    for flag in native_cuda.architecture_flags([str(home / "bin" / "nvcc")]):
+    for flag in native_cuda.architecture_flags([nvcc]):
         assert flag in ninja
+
+
+def test_without_ninja_nvcc_builds_the_library_alone(nvcc, monkeypatch, tmp_path):
+    """With two of the sources and one architecture: what differs from load_inline does not depend on the others."""
+    which, kernels = shutil.which, tmp_path / "kernels"
+    kernels.mkdir()
+    for path in [*native.kernels_dir().glob("*.*h"), *map(native.kernels_dir().joinpath, ("abi.cu", "native.cu"))]:
+        shutil.copy(path, kernels)
+    monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "ninja" else which(name, **more))
+    assert native_cuda.load_inline_lacks() == "ninja"
+    monkeypatch.setenv("CUDA_HOME", str(Path(nvcc).parent.parent))
+    monkeypatch.setenv("COLDKV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native_cuda, "ARCHITECTURES", (90,))
+    for module in (native, native_cuda):
+        monkeypatch.setattr(module, "kernels_dir", lambda: kernels)
+    library = native_cuda.cuda_library.__wrapped__()
+    assert library.has("native_encode") and library.slot_bytes("native", 4, 64, 256) == 9232
+    assert library.built_by == "nvcc, since load_inline lacks ninja"
+    (kernels / "abi.cu").touch()  # same contents, so the same library: found, not built again
+    again = native_cuda.cuda_library.__wrapped__()
+    assert again.path == library.path and again.built_by == library.built_by
+
+
+def test_a_cuda_source_that_does_not_compile_is_one_clear_line(nvcc, monkeypatch, tmp_path):
+    (tmp_path / "wrong.cu").write_text("int f() { return no_such_name; }\n")
+    monkeypatch.setattr(native_cuda, "kernels_dir", lambda: tmp_path)
+    with pytest.raises(ToolError, match='nvcc failed: .*wrong.cu.*error: identifier "no_such_name" is undefined'):
+        native_cuda.build_with_nvcc(Path(nvcc).parent.parent, tmp_path / "out.so", ())
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.cu"]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from coldkv import results
 from coldkv.errors import InputError
 from coldkv.evaluation import results as evaluation
-from coldkv.report import bench
+from coldkv.report import bench, gpu
 
 
 @dataclass(frozen=True)
 class ResultFile:
-    """One file: `kind` is "results", "eval" or "bench", `doc` the validated document.
+    """One file: `kind` is "results", "eval" or "bench" (timings, also of a GPU check), `doc` the validated document.
 
     Its summary is recomputed from the rows.
     """
@@ -41,5 +41,8 @@ def load(path: str | os.PathLike) -> ResultFile:
     if schema == bench.SCHEMA:
         bench.validate(doc, str(path))
         return ResultFile(str(path), "bench", doc)
-    known = f"{results.SCHEMA}, {evaluation.SCHEMA} or {bench.SCHEMA}"
+    if schema == gpu.SCHEMA:
+        gpu.validate(doc, str(path))
+        return ResultFile(str(path), "bench", doc)
+    known = f"{results.SCHEMA}, {evaluation.SCHEMA}, {bench.SCHEMA} or {gpu.SCHEMA}"
     raise InputError(f"{path}: schema: expected {known}, found {schema!r}; give a file written by --results")

@@ -1,6 +1,7 @@
 """Rate against quality as a picture: bits per element against KL (eval files) and NMSE (measure files)."""
 
 import os
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,11 @@ def _id(label: str) -> str:
     return label.partition(":")[0]
 
 
+def _short(label: str) -> str:
+    """A codec's label with the files in its options named without their folders."""
+    return re.sub(r"=[^=,]*/", "=", label)
+
+
 def _told_apart(found: list[tuple[ResultFile, Point]]) -> list[Point]:
     """The points; where two files measured in the same place, the place names the file too."""
     files = defaultdict(set)
@@ -92,15 +98,16 @@ def write_plot(path: str | os.PathLike, files: list[ResultFile]) -> None:
     panels = [
         (points, what)
         for points, what in (
-            (kl_points(files), "mean KL to the run without cold pages (nats)"),
+            (kl_points(files), "mean KL to the run without cold pages, nats"),
             (nmse_points(files), "NMSE to the hot tier"),
         )
         if points
     ]
     codecs = list(dict.fromkeys(point.curve for points, _ in panels for point in points))
+    longest = max(len({point.curve for point in points} | {point.place for point in points}) for points, _ in panels)
     # text stays text in SVG, so that it can be searched and copied
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "coldkv"}):
-        figure = Figure(figsize=(7.5 * len(panels), 5.5), layout="constrained")
+        figure = Figure(figsize=(7.5 * len(panels), 5 + 0.2 * longest), layout="constrained")
         FigureCanvasAgg(figure)
         for number, (points, what) in enumerate(panels, start=1):
             _panel(figure.add_subplot(1, len(panels), number), points, what, codecs)
@@ -133,7 +140,7 @@ def _panel(axes, points: list[Point], what: str, codecs: list[str]) -> None:
             if point.label in named:
                 continue  # once is enough to read a curve, and labels of other texts would lie over each other
             named.add(point.label)
-            text = point.label if point.error else f"{point.label} (exact: 0)"
+            text = _short(point.label) if point.error else f"{_short(point.label)} (exact: 0)"
             axes.annotate(
                 text, (point.bits, point.error or lowest), xytext=(5, 4), textcoords="offset points", fontsize=7,
                 color=COLOURS[number % len(COLOURS)], parse_math=False,
@@ -144,6 +151,24 @@ def _panel(axes, points: list[Point], what: str, codecs: list[str]) -> None:
     axes.set_xlim(left=0, right=1.25 * max(point.bits for point in points))
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+    _legend(axes, [codec for codec in codecs if any(point.curve == codec for point in points)], codecs, places)
     if len(places) == 1:
         axes.set_title(places[0], fontsize=10)
+
+
+def _legend(axes, shown: list[str], codecs: list[str], places: list[str]) -> None:
+    """Colours are codecs, markers and lines are places: one entry each instead of one per pair of them."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=COLOURS[number % len(COLOURS)], linewidth=3, label=codec)
+        for number, codec in enumerate(codecs)
+        if codec in shown
+    ]
+    if len(places) > 1:
+        handles += [
+            Line2D([], [], color="#555555", marker=MARKERS[number % len(MARKERS)], linestyle=LINES[number % len(LINES)],
+                   label=place)
+            for number, place in enumerate(places)
+        ]  # fmt: skip
+    axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coldkv.report import bench, quality
+from coldkv.report import bench, gpu, quality
 from coldkv.report.load import ResultFile
 from coldkv.report.notes import Note, notes
 
@@ -29,6 +29,8 @@ class Page:
 
 def page(file: ResultFile, *, with_rows: bool) -> Page:
     """The page of one file; `with_rows` adds one line per measured plane."""
+    if file.doc["schema"] == gpu.SCHEMA:
+        return Page(file.path, gpu.facts(file.doc), [_bench(file.rows)] if file.rows else [], gpu.notes(file.doc))
     if file.kind == "bench":
         return Page(file.path, _bench_facts(file.doc.get("run")), [_bench(file.rows)], [])
     if file.kind == "eval":

@@ -131,6 +131,21 @@ class Shim:
         self.dll.ckv_shim_totals(counts)
         return dict(zip(("launches", "blocks", "threads", "accesses"), counts, strict=True))
 
+    @contextmanager
+    def counting(self):
+        """Gives a dict that holds, at the end, the bytes and the 32-byte sectors that kernels have read and written
+        inside (runtime/traffic.h says how often which byte counts)."""
+        found: dict[str, int] = {}
+        self.dll.ckv_shim_count_traffic(1)
+        try:
+            yield found
+        finally:
+            counts = (ctypes.c_longlong * 4)()
+            self.dll.ckv_shim_traffic(counts)
+            self.dll.ckv_shim_count_traffic(0)
+            names = ("read_bytes", "written_bytes", "read_sectors", "written_sectors")
+            found.update(zip(names, counts, strict=True))
+
     def summary(self) -> str:
         """One line: how much has run."""
         kernels, totals = self.kernels(), self.totals()

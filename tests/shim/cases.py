@@ -11,7 +11,7 @@ import golden_table
 import torch
 
 from coldkv import native
-from coldkv.backends import TorchBackend, fitted
+from coldkv.backends import CpuBackend, TorchBackend, fitted
 from coldkv.codecs import get_codec
 from coldkv.errors import InputError, ToolError
 from coldkv.formats import FORMATS
@@ -102,20 +102,21 @@ def quantize_and_dequantize(backend) -> None:
             assert same(backend.dequantize(plane), ORACLE.dequantize(plane))
 
 
-_stats: dict[str, tuple] = {}  # of the first schedule
+_stats: dict[int, tuple] = {}  # of the first schedule, by head_dim
 
 
 @case
 def stats(backend) -> None:
     """fp64 sums in a fixed order: within a few ulp of the oracle's, and the same bits under every schedule."""
-    x, y = values(12, 5, 34), values(12, 5, 34, seed=1)
-    sums, channels = backend.stats(x, y, 3, channels=True)
-    expected, expected_channels = ORACLE.stats(x, y, 3, channels=True)
-    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(channels, expected_channels, rtol=1e-11, atol=1e-11)
-    first = _stats.setdefault("first", (sums, channels))
-    assert same(sums, first[0]) and same(channels, first[1])
-    assert same(backend.stats(x, y, 3)[0], sums)
+    for head_dim in (34, 80, 1022):
+        x, y = values(12, 5, head_dim), values(12, 5, head_dim, seed=1)
+        sums, channels = backend.stats(x, y, 3, channels=True)
+        expected, expected_channels = ORACLE.stats(x, y, 3, channels=True)
+        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(channels, expected_channels, rtol=1e-11, atol=1e-11)
+        first = _stats.setdefault(head_dim, (sums, channels))
+        assert same(sums, first[0]) and same(channels, first[1])
+        assert same(backend.stats(x, y, 3)[0], sums)
 
 
 # ---- what codecs must do beside the golden rows ----------------------------------------------------------------------
@@ -163,6 +164,33 @@ def unreadable_slots(backend) -> None:
         backend._call(f"{codec.native}_decode", desc, bad, stride, out)
         expected = ORACLE.decode(codec, slots, geometry, fmt)
         assert out[1].isnan().all() and same(out[::2], expected[::2])
+
+
+@case
+def groups_out_of_the_ordinary(backend) -> None:
+    """Scales that no quantizer writes (negative, zero, subnormal), saturated groups, -128, -0, decades in a page."""
+    geometry = Geometry(64, 16)
+    for codec, fmt in native_codecs(geometry):
+        plane = ORACLE.quantize(fmt, values(2, 16, 64) * torch.exp2(-3 * torch.arange(16.0))[:, None])
+        if fmt == "int8":
+            plane.scales[1, :6, 0] = torch.tensor([-0.5, 0.0, -0.0, 6e-8, 65504, 3e-6], dtype=torch.float16)
+            plane.codes[:, :, 5] = -128
+        elif plane.codes.is_floating_point():
+            plane.codes[1] *= 2.0**14
+            plane.codes[0, 3] *= -0.0
+        expected, found = ORACLE.encode(codec, plane, geometry), backend.encode(codec, plane, geometry)
+        assert same(found[0], expected[0]) and same(found[1], expected[1]), (codec.id, fmt)
+
+
+@case
+def pages_of_many_groups(backend) -> None:
+    """More groups of 16 channels than a block keeps at once."""
+    for head_dim, fmt in ((48, "int8"), (34, "bf16")):
+        geometry = Geometry(head_dim, 4096)
+        plane = ORACLE.quantize(fmt, values(1, 4096, head_dim) * torch.exp2(-torch.arange(4096.0) / 200)[:, None])
+        for codec in map(get_codec, ("e2m1-g16", "e2m1-g64")):
+            expected, found = CpuBackend(1).encode(codec, plane, geometry), backend.encode(codec, plane, geometry)
+            assert same(found[0], expected[0]) and found[1].tolist() == [1]
 
 
 @case

@@ -4,6 +4,7 @@
 
 #include "machine.h"
 #include "memory.h"
+#include "traffic.h"
 
 namespace cpusim {
 namespace {
@@ -45,6 +46,7 @@ void touch_now(uintptr_t address, size_t bytes, Access access) {
     if (access == Access::Read && readable_constant(address, bytes)) return;
     out_of_range(address, bytes, access);
   }
+  if (!region->shared) note_traffic(address, bytes, access != Access::Write, access != Access::Read);
   if (region->shared && !fiber.copies.empty()) check_pending_copies(fiber, address, bytes, access);
   if (!m.options.track_races) return;
   size_t at = 0;

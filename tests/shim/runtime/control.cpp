@@ -3,6 +3,7 @@
 
 #include "machine.h"
 #include "memory.h"
+#include "traffic.h"
 
 namespace cpusim {
 KernelInfo* first_kernel();
@@ -72,6 +73,13 @@ SHIM_API long long ckv_shim_live_buffers() { return cpusim::live_buffers(); }
 SHIM_API void ckv_shim_totals(long long* out) {
   const cpusim::Totals& t = machine.totals;
   out[0] = t.launches, out[1] = t.blocks, out[2] = t.threads, out[3] = t.accesses;
+}
+
+// Counts bytes and sectors from now on (on 0: no more); what was counted, in bytes read, bytes written, sectors read, written.
+SHIM_API void ckv_shim_count_traffic(int on) { cpusim::count_traffic(on != 0); }
+SHIM_API void ckv_shim_traffic(long long* out) {
+  const cpusim::Traffic& t = cpusim::traffic();
+  out[0] = t.read_bytes, out[1] = t.written_bytes, out[2] = t.read_sectors, out[3] = t.written_sectors;
 }
 
 // Kernel number `index` of those in the library: copies its name, returns how often it has been launched, -1 past the end. A
