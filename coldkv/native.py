@@ -115,22 +115,26 @@ def build_host(extra_flags: tuple[str, ...] = ()) -> Library:
     """Build (or find) the host library; `extra_flags` such as `-DCKV_NO_SIMD` make a separate library."""
     compiler = host_compiler()
     flags = (*HOST_FLAGS, *extra_flags)
-    sources = sorted(kernels_dir().glob("*.cu"))
     target = cache_dir() / f"coldkv-cpu-{_key(_version_text(compiler), _cpu_flags(), flags)}.so"
+    build_shared(target, compiler, [(source, flags) for source in sorted(kernels_dir().glob("*.cu"))])
+    return Library(target, "cpu")
+
+
+def build_shared(target: Path, compiler: list[str], units: list[tuple[Path, tuple[str, ...]]]) -> None:
+    """Compile `units`, (source, flags) each, side by side and link them into `target`, unless it is there as built."""
     with _locked(target):
         if not _intact(target):
             with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
-                objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
+                objects = [str(Path(work) / f"{i}-{source.stem}.o") for i, (source, _) in enumerate(units)]
                 commands = [
                     [*compiler, *flags, "-c", str(source), "-o", obj]
-                    for source, obj in zip(sources, objects, strict=True)
+                    for (source, flags), obj in zip(units, objects, strict=True)
                 ]
                 with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                     list(pool.map(_run_compiler, commands))
                 built = Path(work) / target.name
                 _run_compiler([*compiler, "-shared", "-pthread", *objects, "-o", str(built)])
                 _publish(built, target)
-    return Library(target, "cpu")
 
 
 def _intact(target: Path) -> bool:

@@ -1,0 +1,193 @@
+"""What the tests run through the kernels of kernels/, each case under every schedule.
+
+A case takes the backend, runs kernels and asserts. The golden rows come from the codec registry, so a new codec needs
+no case; a kernel that belongs to no codec needs one here, and a test fails until it has one.
+"""
+
+import ctypes
+import re
+
+import golden_table
+import torch
+
+from coldkv import native
+from coldkv.backends import TorchBackend
+from coldkv.codecs import get_codec
+from coldkv.errors import ToolError
+from coldkv.formats import FORMATS
+from coldkv.geometry import Geometry
+from coldkv.tiers import HotPlane
+
+ORACLE = TorchBackend()
+CASES = {}
+LARGEST_ROW = 100_000  # elements; larger golden rows run the same code in more blocks
+
+
+def case(run):
+    CASES[run.__name__] = run
+    return run
+
+
+def kernel_names(source: str) -> set[str]:
+    """Names of the kernels that a source text defines."""
+    start, bounds = r"(?:CKV_KERNEL|__global__[\w\s]*\bvoid)\s+", r"(?:__launch_bounds__\([^)]*\)\s*)?"
+    return set(re.findall(rf"{start}{bounds}(\w+)\s*\(", source))
+
+
+def kernels_in_sources() -> set[str]:
+    files = [path for path in native.kernels_dir().iterdir() if path.suffix in (".cu", ".cuh", ".h")]
+    return set().union(*(kernel_names(path.read_text()) for path in files))
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.exp(torch.randn(shape[-1], generator=generator))
+
+
+def same(a, b) -> bool:
+    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
+
+
+def same_plane(a: HotPlane, b: HotPlane) -> bool:
+    return same(a.codes, b.codes) and (a.scales is None or same(a.scales, b.scales))
+
+
+# ---- the golden table ------------------------------------------------------------------------------------------------
+
+
+def golden_rows(codec_id: str, fmt: str, seed: int) -> list[dict]:
+    """The table's rows of up to LARGEST_ROW elements: the odd shapes, and a third of the others for each seed."""
+    rows = golden_table.read(codec_id, fmt)
+    usual, odd = rows[: -len(golden_table.ODD_SHAPES)], rows[-len(golden_table.ODD_SHAPES) :]
+    small = [r for r in usual if r["head_dim"] * r["kv_heads"] * r["page_tokens"] <= LARGEST_ROW]
+    return small[seed % 3 :: 3] + odd
+
+
+def replay(codec_id: str, fmt: str):
+    def run(backend) -> None:
+        for expected in golden_rows(codec_id, fmt, backend.shim.seed):
+            shape = (expected["head_dim"], expected["kv_heads"], expected["page_tokens"])
+            assert golden_table.row(backend, codec_id, fmt, shape) == expected, shape
+
+    return run
+
+
+for _codec_id, _fmt in golden_table.PAIRS:
+    if get_codec(_codec_id).native is not None:
+        CASES[f"golden-{_codec_id}-{_fmt}"] = replay(_codec_id, _fmt)
+
+
+# ---- what belongs to no codec ----------------------------------------------------------------------------------------
+
+
+@case
+def load(backend) -> None:
+    """Every dtype, from a view with gaps between its rows and heads."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (34, 80):
+            view = values(32, 3, 2, head_dim).to(dtype)[:, :, 1]
+            geometry = Geometry(head_dim, 16, 3)
+            assert same(backend.load(view, geometry), ORACLE.load(view, geometry))
+
+
+@case
+def quantize_and_dequantize(backend) -> None:
+    for fmt in FORMATS:
+        for shape in ((3, 16, 64), (2, 5, 34), (1, 7, 80), (1, 3, 2)):
+            x = values(*shape, seed=shape[-1])
+            x[0, 1] = 0
+            plane = ORACLE.quantize(fmt, x)
+            assert same_plane(backend.quantize(fmt, x), plane)
+            assert same(backend.dequantize(plane), ORACLE.dequantize(plane))
+
+
+_stats: dict[str, tuple] = {}  # of the first schedule
+
+
+@case
+def stats(backend) -> None:
+    """fp64 sums in a fixed order: within a few ulp of the oracle's, and the same bits under every schedule."""
+    x, y = values(12, 5, 34), values(12, 5, 34, seed=1)
+    sums, channels = backend.stats(x, y, 3, channels=True)
+    expected, expected_channels = ORACLE.stats(x, y, 3, channels=True)
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(channels, expected_channels, rtol=1e-11, atol=1e-11)
+    first = _stats.setdefault("first", (sums, channels))
+    assert same(sums, first[0]) and same(channels, first[1])
+    assert same(backend.stats(x, y, 3)[0], sums)
+
+
+# ---- what codecs must do beside the golden rows ----------------------------------------------------------------------
+
+
+def native_codecs(geometry: Geometry):
+    """(codec, format) of all that have kernels and slots of one size."""
+    for codec_id, fmt in golden_table.PAIRS:
+        codec = get_codec(codec_id)
+        try:
+            codec.slot_bytes(geometry, fmt)
+        except ToolError:
+            continue  # it chooses the size when it has seen the data
+        if codec.native is not None:
+            yield codec, fmt
+
+
+@case
+def refused_pages(backend) -> None:
+    """A page with a value that is not finite gives an all-zero slot and valid 0; its neighbours are as ever."""
+    geometry = Geometry(80, 16)
+    for codec, fmt in native_codecs(geometry):
+        plane = ORACLE.quantize(fmt, values(3, 16, 80))
+        if fmt in ("bf16", "fp16"):
+            plane.codes[1, 7, 3] = float("nan")
+        elif fmt in ("int8", "fp8"):
+            plane.scales[1, 7, 0] = float("inf")
+        else:
+            plane.scales[1, 7, 0] = 0x7F
+        expected, found = ORACLE.encode(codec, plane, geometry), backend.encode(codec, plane, geometry)
+        assert found[1].tolist() == [1, 0, 1] and not found[0][1].any()
+        assert same(found[0], expected[0])
+
+
+@case
+def unreadable_slots(backend) -> None:
+    """The kernels fill what a slot with a wrong header should have held with NaN, and read the others."""
+    geometry = Geometry(64, 16)
+    for codec, fmt in native_codecs(geometry):
+        slots, _ = ORACLE.encode(codec, ORACLE.quantize(fmt, values(3, 16, 64)), geometry)
+        bad = slots.clone()
+        bad[1, 4] = 77
+        stride, desc = ctypes.c_int64(slots.shape[1]), backend._desc(fmt, 3, geometry)
+        out = backend._empty((3, 16, 64), torch.float32)
+        backend._call(f"{codec.native}_decode", desc, bad, stride, out)
+        expected = ORACLE.decode(codec, slots, geometry, fmt)
+        assert out[1].isnan().all() and same(out[::2], expected[::2])
+
+
+@case
+def slots_with_a_pitch(backend) -> None:
+    """Bytes between one slot's end and the next one's start are left alone."""
+    geometry = Geometry(72, 16)
+    for codec, fmt in native_codecs(geometry):
+        plane = ORACLE.quantize(fmt, values(3, 16, 72))
+        expected, _ = ORACLE.encode(codec, plane, geometry)
+        size, pitch = expected.shape[1], expected.shape[1] + 48
+        slots, valid = torch.full((3, pitch), 0x3C, dtype=torch.uint8), torch.zeros(3, dtype=torch.int32)
+        scales = ctypes.c_void_p(None) if plane.scales is None else plane.scales
+        desc = backend._desc(fmt, 3, geometry)
+        backend._call(f"{codec.native}_encode", desc, plane.codes, scales, slots, ctypes.c_int64(pitch), valid)
+        assert same(slots[:, :size], expected) and (slots[:, size:] == 0x3C).all() and valid.tolist() == [1, 1, 1]
+        out = backend._empty((3, 16, 72), torch.float32)
+        backend._call(f"{codec.native}_decode", desc, slots, ctypes.c_int64(pitch), out)
+        assert same(out, ORACLE.decode(codec, expected, geometry, fmt))
+
+
+@case
+def no_pages(backend) -> None:
+    geometry = Geometry(64, 16)
+    for codec, fmt in native_codecs(geometry):
+        plane = backend.quantize(fmt, torch.empty(0, 16, 64))
+        slots, valid = backend.encode(codec, plane, geometry)
+        assert slots.shape[0] == valid.shape[0] == 0
+        assert backend.decode(codec, slots, geometry, fmt).shape == (0, 16, 64)
+        assert backend.restore(codec, slots, geometry, fmt).codes.shape[0] == 0
