@@ -227,6 +227,7 @@ class _NativeBackend(TorchBackend):
         except KernelError as error:
             if error.code == SLOT_ERROR:
                 _refuse_bad_slots(codec, slots, geometry, fmt)
+                codec.decode_torch(slots.cpu(), geometry, fmt)  # no header is bad: the oracle names the stream
             raise
 
 
@@ -301,12 +302,13 @@ def get_backend(name: str = "auto", *, threads: int = 0):
         return TorchBackend()
 
 
-def sized_for(codec: Codec, plane: HotPlane, geometry: Geometry, backend) -> Codec:
-    """`codec` with a stride chosen for these head-pages alone; itself where it needs none."""
+def fitted(codec: Codec, plane: HotPlane, geometry: Geometry, backend) -> Codec:
+    """`codec`; one that needs a stride with a stride for these head-pages alone, all of which it then holds."""
     if not codec.needs_stride:
         return codec
     lengths = backend.lengths(codec, plane, geometry).cpu().numpy()
-    return codec.with_stride(codec.choose_stride(lengths, geometry, plane.format))
+    any_price = 1 << 40
+    return codec.with_stride(codec.choose_stride(lengths, geometry, plane.format, overflow_bytes=any_price))
 
 
 def available_cores() -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from coldkv._version import __version__
-from coldkv.backends import get_backend, sized_for
+from coldkv.backends import fitted, get_backend
 from coldkv.codecs import all_codecs, parse_codec
 from coldkv.errors import InputError
 from coldkv.formats import FORMATS, tier_formats
@@ -105,7 +105,7 @@ def _operations(engine, codecs, fmt: str, geometry: Geometry, head_pages: int) -
 
 def _codec_operations(engine, codec, hot, geometry: Geometry, y, out) -> list[Operation]:
     fmt, n = hot.format, hot.head_pages
-    codec = sized_for(codec, hot, geometry, engine)
+    codec = fitted(codec, hot, geometry, engine)
     slots, valid = engine.encode(codec, hot, geometry)
     if not bool(valid.all()):
         raise InputError(f"bench: codec {codec.id} refused generated pages of format {fmt}")

@@ -19,7 +19,7 @@ extern "C" const char* ckv_strerror(int code) {
     case CKV_E_FORMAT: return "plane format unknown or not taken by this codec";
     case CKV_E_NULL: return "a pointer this plane format needs is NULL";
     case CKV_E_STRIDE: return "slot stride is smaller than the slot or not a multiple of 16";
-    case CKV_E_SLOT: return "a slot is not valid: magic, version or flags do not match";
+    case CKV_E_SLOT: return "a slot is not valid: its header does not match, or its data does not decode";
     case CKV_E_LAUNCH: return "the device refused the kernel launch";
     case CKV_E_DTYPE: return "unknown dtype id";
     default: return "unknown error code";

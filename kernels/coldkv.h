@@ -38,7 +38,7 @@ enum {
   CKV_E_FORMAT = 2, /* unknown plane format, or one that this codec does not take */
   CKV_E_NULL = 3,   /* a pointer that this format needs is NULL */
   CKV_E_STRIDE = 4, /* slot stride smaller than the slot, or not a multiple of 16 */
-  CKV_E_SLOT = 5,   /* a slot with a wrong magic, version or flags; its output is filled with NaN, never with zeros */
+  CKV_E_SLOT = 5,   /* a slot with a wrong header or damaged streams; its output is filled with NaN, never with zeros */
   CKV_E_LAUNCH = 6, /* the device refused the launch */
   CKV_E_DTYPE = 7   /* unknown dtype id given to load */
 };
@@ -56,7 +56,7 @@ typedef struct ckv_plane_desc {
 CKV_API int ckv_abi_version(void);
 /* One English line for an error code; never NULL. */
 CKV_API const char* ckv_strerror(int code);
-/* Bytes of one slot of this codec (stem such as "e2m1_g64"), or -CKV_E_... */
+/* Bytes of one slot of this codec (stem such as "e2m1_g64"), or -CKV_E_...; -CKV_E_STRIDE where they depend on the data. */
 CKV_API int64_t ckv_slot_bytes(const char* codec_stem, int32_t format, int32_t page_tokens, int32_t head_dim);
 
 /* Hot tier quantizer: x fp32 [n, T, D], all finite -> codes, scales of desc->format. */
@@ -123,6 +123,18 @@ CKV_DECLARE_CODEC(native)
                                        void* scales, const ckv_ecq_params* params, tail);
 CKV_DECLARE_ECQ(cpu, int threads)
 CKV_DECLARE_ECQ(cuda, void* stream)
+/* A codec whose slots are sized by what the data needs has a fourth function. lengths: int32 [n], the slot bytes that each
+ * head-page needs, INT32_MAX where no size would do. From them the caller chooses one stride for a plane, a multiple of 16, and
+ * passes it to the other three: there `stride` is the size of the slot itself. A head-page that needs more is refused as above;
+ * a damaged slot (CKV_E_SLOT) is one whose header or whose streams do not decode. ckv_slot_bytes gives -CKV_E_STRIDE. */
+#define CKV_DECLARE_SIZED_CODEC(stem)                                                                                        \
+  CKV_DECLARE_CODEC(stem)                                                                                                    \
+  CKV_API int ckv_##stem##_lengths_cpu(const ckv_plane_desc* desc, const void* codes, const void* scales, int32_t* lengths, \
+                                       int threads);                                                                         \
+  CKV_API int ckv_##stem##_lengths_cuda(const ckv_plane_desc* desc, const void* codes, const void* scales, int32_t* lengths, \
+                                        void* stream);
+
+CKV_DECLARE_SIZED_CODEC(rans_e2m1)
 
 CKV_API int ckv_quantize_cuda(const ckv_plane_desc* desc, const float* x, void* codes, void* scales, void* stream);
 CKV_API int ckv_dequantize_cuda(const ckv_plane_desc* desc, const void* codes, const void* scales, float* x, void* stream);

@@ -14,9 +14,6 @@ constexpr unsigned kAccepts = 1u << CKV_NVFP4 | 1u << CKV_ISO3;
 
 CKV_HD uint16_t flags_of(int format) { return format == CKV_ISO3 ? kFlagValid | kFlagIso3 : kFlagValid; }
 
-// Zero, NaN or a set sign bit is not a scale of these tiers; such a page is refused.
-CKV_HD bool not_a_scale(uint8_t byte) { return byte == 0 || byte >= 0x7Fu; }
-
 static const RegisterCodec kRegister("native", kAccepts, raw_slot_bytes);
 
 }  // namespace native
@@ -37,7 +34,7 @@ extern "C" int ckv_native_encode_cpu(const ckv_plane_desc* d, const void* codes,
   return encode_pages(*d, slots, stride, valid, threads, [&](int64_t i, uint8_t* slot) {
     const PageView page(*d, codes, scales, i);
     int bad = 0;
-    for (int j = 0; j < scale_bytes; ++j) bad |= native::not_a_scale(page.scales[j]);
+    for (int j = 0; j < scale_bytes; ++j) bad |= not_a_scale(page.scales[j]);
     write_header(slot, native::kVersion, native::flags_of(d->format), 0);
     memcpy(slot + sizeof(SlotHeader), page.codes, code_bytes);
     memcpy(slot + shape.scales_at, page.scales, static_cast<size_t>(scale_bytes));

@@ -55,6 +55,9 @@ CKV_HD int64_t scale_row_bytes(int format, int D) {
   return has_nibbles(format) ? ceil_div(D, 16) : 0;
 }
 
+// Zero, NaN or a set sign bit is not a scale of the nvfp4 and iso3 tiers; a page with one is refused.
+CKV_HD bool not_a_scale(uint8_t byte) { return byte == 0 || byte >= 0x7Fu; }
+
 CKV_HD bool header_ok(const uint8_t* slot, uint16_t version, uint16_t flags) {
   SlotHeader h;
   memcpy(&h, slot, sizeof h);

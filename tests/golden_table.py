@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coldkv.backends import fitted
 from coldkv.codecs import all_codecs, get_codec
 from coldkv.formats import FORMATS
 from coldkv.geometry import Geometry
@@ -60,6 +61,10 @@ def row(backend, codec_id: str, fmt: str, shape: tuple[int, int, int]) -> dict:
     codec = get_codec(codec_id)
     values = make_input(*shape)
     hot: HotPlane = backend.quantize(fmt, backend.load(values, geometry))
+    sizes = {}
+    if codec.needs_stride:
+        sizes = {"lengths": backend.lengths(codec, hot, geometry).tolist()}
+        codec = fitted(codec, hot, geometry, backend)
     slots, valid = backend.encode(codec, hot, geometry)
     restored = backend.restore(codec, slots, geometry, fmt)
     return {
@@ -71,7 +76,7 @@ def row(backend, codec_id: str, fmt: str, shape: tuple[int, int, int]) -> dict:
         "slots": sha(slots, valid),
         "restored": sha(restored.codes, restored.scales),
         "decoded": sha(backend.decode(codec, slots, geometry, fmt)),
-    }
+    } | sizes
 
 
 def path(codec_id: str, fmt: str) -> Path:

@@ -27,10 +27,10 @@ def test_rows_cover_tier_and_codecs(backend):
     assert document["schema"] == SCHEMA == report_bench.SCHEMA
     report_bench.validate(document, "bench")
     found = {(row["op"], row["codec"]) for row in document["rows"]}
-    codecs = ("e2m1-g16", "e2m1-g64")
+    codecs = ("e2m1-g16", "e2m1-g64", "rans-e2m1")
     assert found == {(op, "-") for op in ("load", "quantize", "dequantize", "stats")} | {
         (op, codec) for op in ("encode", "decode", "restore") for codec in codecs
-    }
+    } | {("lengths", "rans-e2m1")}
     encode = next(row for row in document["rows"] if row["op"] == "encode" and row["codec"] == "e2m1-g64")
     assert encode["bytes"] == 64 * (16 * 64 + 16 * 2 + 16 + 16 * 32 + 16 * 4)  # plane read, slot written
     assert all(row["gbps"] > 0 and row["memcpy_ratio"] > 0 for row in document["rows"])

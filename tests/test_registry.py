@@ -77,7 +77,7 @@ def test_a_codec_from_an_entry_point_is_measured_beside_ours(tmp_path):
     done = coldkv("measure", "--sample", "--tier", "bf16", "--layers", "0", "--json", env=env)
     assert done.code == 0, done.err
     rows = {row["codec"]: row for row in json.loads(done.out)["rows"] if row["plane"] == "k"}
-    assert set(rows) == {"e2m1-g16", "e2m1-g64", "plugin-bf16"}
+    assert set(rows) == {"e2m1-g16", "e2m1-g64", "plugin-bf16", "rans-e2m1"}
     assert rows["plugin-bf16"]["nmse_hot"] == 0 and rows["plugin-bf16"]["ratio"] == 1
     assert rows["plugin-bf16"]["backend"] == "torch"
 
@@ -110,7 +110,7 @@ def test_a_broken_entry_point_is_one_line_and_takes_nobody_with_it(tmp_path, ent
     done = coldkv("measure", "--sample", "--layers", "0", "--json", env=env)
     assert done.code == 0 and len(done.err.splitlines()) == 1
     assert message in done.err and done.err.rstrip().endswith("skipped")
-    assert {row["codec"] for row in json.loads(done.out)["rows"]} == {"e2m1-g16", "e2m1-g64"}
+    assert {row["codec"] for row in json.loads(done.out)["rows"]} == {"e2m1-g16", "e2m1-g64", "rans-e2m1"}
     assert coldkv("measure", "--sample", "--codec", "plugin-bf16", env=env).code == 2
 
 

@@ -136,7 +136,8 @@ def test_a_slot_larger_than_what_it_replaces_is_a_warning():
 def test_pages_that_could_not_be_packed_are_named():
     doc = results.document(run([layer(0, "k")]), [row(0, "k", invalid_pages=3)])
     assert texts(doc, "warning") == [
-        "3 head-pages could not be packed and stay hot, first in d layer 0 plane k head 0 int8 e2m1-g64"
+        "e2m1-g64 on int8: 3 of 10 head-pages could not be packed and stay hot, first in d layer 0 plane k head 0 int8 "
+        "e2m1-g64"
     ]
 
 

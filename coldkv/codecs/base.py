@@ -117,3 +117,7 @@ class Codec(ABC):
     @abstractmethod
     def check_slots(self, slots: "np.ndarray", geometry: Geometry, fmt: str) -> list[tuple[int, str]]:
         """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) of each slot to refuse."""
+
+    def slot_fields(self, record: bytes, geometry: Geometry, fmt: str) -> list[tuple[int, int, str, str]] | None:
+        """For `inspect`: (first byte, bytes, name, meaning) of the fields of one slot; None if nothing is known."""
+        return None

@@ -89,10 +89,10 @@ def check_raw_slots(slots: np.ndarray, geometry: Geometry, *, version: int, flag
     note(slots[:, at.end :].any(axis=1), lambda i: "padding: expected zero bytes")
     scales = slots[:, at.scales_at : at.end]
     bad_scale = (scales == 0) | (scales > 0x7E)
-    note(bad_scale.any(axis=1), lambda i: _scale_problem(scales[i], bad_scale[i], at.scales_per_row))
+    note(bad_scale.any(axis=1), lambda i: scale_problem(scales[i], bad_scale[i], at.scales_per_row))
     return sorted(problems)
 
 
-def _scale_problem(scales: np.ndarray, bad: np.ndarray, per_row: int) -> str:
+def scale_problem(scales: np.ndarray, bad: np.ndarray, per_row: int) -> str:
     first = int(np.flatnonzero(bad)[0])
     return f"scale at row {first // per_row}, group {first % per_row}: expected 0x01..0x7e, found 0x{scales[first]:02x}"

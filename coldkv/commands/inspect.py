@@ -7,7 +7,7 @@ import click
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
-SLOT_MAGIC = (0x49384352).to_bytes(4, "little")
+SLOT_MAGICS = tuple(magic.to_bytes(4, "little") for magic in (0x49384352, 0x3156524E))  # raw, entropy coded
 
 
 @click.command("inspect")
@@ -24,7 +24,7 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
     """Show what is in FILE.
 
     A dump: layers, shapes, dtypes, metadata. A pool (.ckv): codecs, strides, counts, policy; with --slot one slot.
-    A raw slot (a file that starts with its magic): header fields, codes and scales, byte by byte.
+    One slot (a file that starts with its magic): header fields, codes and scales, byte by byte.
     """
     if bool(file) == sample:
         raise InputError("inspect: expected a FILE or --sample, found " + ("both" if file else "neither"))
@@ -36,7 +36,7 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
 
     with open(open_regular(file, "file")[0], "rb") as stream:
         start = stream.read(4)
-    if start == SLOT_MAGIC or file.endswith(".slot"):
+    if start in SLOT_MAGICS or file.endswith(".slot"):
         from coldkv.inspection.slot import read_slot_file
 
         geometry = Geometry(head_dim, page_tokens)

@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from coldkv.codecs import Codec, all_codecs
+from coldkv.codecs.entropyslot import MAGIC as ENTROPY_MAGIC
 from coldkv.codecs.rawslot import FLAG_ISO3, FLAG_VALID, MAGIC, raw_layout
 from coldkv.errors import InputError
 from coldkv.formats import format_of
@@ -18,6 +19,7 @@ MAGNITUDES = {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "iso3": tuple(ma
 FIRST_NORMAL = 0x08  # E4M3: smaller codes are subnormal and hold fewer than 4 significant bits
 PAGE_SCALE_VERSION = 2  # the raw slot version with an fp32 page scale at byte 8
 BYTES_PER_LINE = 16
+MAX_SLOT_BYTES = 1 << 27  # of any geometry
 
 
 def e4m3_value(code: int) -> float:
@@ -30,10 +32,13 @@ def e4m3_value(code: int) -> float:
 
 
 def read_slot_file(path: str, geometry: Geometry) -> bytes:
-    """The one slot a file holds. Raises InputError if the file is not as long as a slot of this geometry."""
+    """The one slot a file holds. Raises InputError if it is not as long as a raw slot of this geometry; an entropy slot
+    may have any size."""
     stride = raw_layout(geometry).stride
     size = os.path.getsize(path)
-    if size != stride:
+    with open(path, "rb") as file:
+        entropy_coded = file.read(4) == ENTROPY_MAGIC.to_bytes(4, "little")
+    if size != stride and not (entropy_coded and size <= MAX_SLOT_BYTES):
         raise InputError(
             f"{path}: expected a slot of {stride} bytes ({geometry.page_tokens} tokens x {geometry.head_dim}), "
             f"found {size}; give --page-tokens and --head-dim as they were packed"
@@ -54,6 +59,7 @@ def describe(record: bytes, geometry: Geometry, *, codec: Codec | None = None, f
     alphabet = format_of(fmt).alphabet or "e2m1"
     page_scale = float(np.frombuffer(record, "<f4", 1, 8)[0]) if version == PAGE_SCALE_VERSION else 1.0
     if not codec.raw_slot:
+        fields = codec.slot_fields(record, geometry, fmt) if raw.any() else None
         return {
             "bytes": len(record),
             "page_tokens": geometry.page_tokens,
@@ -62,6 +68,7 @@ def describe(record: bytes, geometry: Geometry, *, codec: Codec | None = None, f
             "plane_format": fmt,
             "empty": not raw.any(),
             "bytes_head": record[:BYTES_PER_LINE].hex(),
+            "fields": None if fields is None else [_field(record, *field) for field in fields],
             "problems": problems,
         }
     return {
@@ -81,14 +88,8 @@ def describe(record: bytes, geometry: Geometry, *, codec: Codec | None = None, f
 
 def render(slot: dict) -> str:
     """`describe`'s result as text."""
-    if "codes" not in slot:  # a codec with a layout of its own: only its author knows what the bytes mean
-        lines = [
-            f"slot of {slot['bytes']:,} bytes: {slot['page_tokens']} tokens x {slot['head_dim']} channels, "
-            f"codec {slot['codec']}, which has its own layout (--hex shows every byte)",
-            f"  starts with {slot['bytes_head']}",
-            *(f"problem: {problem}" for problem in slot["problems"]),
-        ]
-        return "\n".join(lines)
+    if "codes" not in slot:
+        return _render_own_layout(slot)
     lines = [
         f"slot of {slot['bytes']:,} bytes: {slot['page_tokens']} tokens x {slot['head_dim']} channels, "
         f"codec {slot['codec']}, {slot['alphabet']} alphabet"
@@ -120,6 +121,25 @@ def render(slot: dict) -> str:
     return "\n".join(lines)
 
 
+def _render_own_layout(slot: dict) -> str:
+    """A codec that is not a raw slot: the fields that it names itself, else only how the slot starts."""
+    lines = [
+        f"slot of {slot['bytes']:,} bytes: {slot['page_tokens']} tokens x {slot['head_dim']} channels, "
+        f"codec {slot['codec']}, which has its own layout (--hex shows every byte)"
+    ]
+    if slot["empty"]:
+        lines.append("  all bytes are zero: this head-page could not be packed and stays hot")
+    elif slot["fields"] is None:
+        lines.append(f"  starts with {slot['bytes_head']}")
+    else:
+        lines += ["", "  offset   bytes  field           meaning"]
+        lines += [
+            f"  {field['at']:>6}  {field['bytes']:>6}  {field['name']:<14}  {field['meaning']}".rstrip()
+            for field in slot["fields"]
+        ]
+    return "\n".join(lines + [f"problem: {problem}" for problem in slot["problems"]])
+
+
 def hex_dump(record: bytes, geometry: Geometry, *, places: bool = True) -> str:
     """Every byte, 16 to a line; with `places` (raw layout only) each line with the tokens and channels it holds."""
     at = raw_layout(geometry)
@@ -132,14 +152,16 @@ def hex_dump(record: bytes, geometry: Geometry, *, places: bool = True) -> str:
 
 
 def _identify(raw, geometry: Geometry, codec: Codec | None, fmt: str | None) -> tuple[Codec, str, list[str]]:
-    """The codec and plane format with the fewest objections to these bytes, and the objections."""
+    """The codec and plane format with the fewest objections to these bytes, and the objections. Any size can be one of
+    a sized codec, so such a codec comes first only where its magic is there."""
     tried = []
     for maybe in [codec] if codec else all_codecs():
-        known = maybe.with_stride(raw.size) if maybe.needs_stride else maybe  # any size can be one of a sized codec
+        known = maybe.with_stride(raw.size) if maybe.needs_stride else maybe
         for candidate in [fmt] if fmt else known.formats:
             if known.fits(candidate) and _bytes_of(known, geometry, candidate) == raw.size:
                 found = [problem for _, problem in known.check_slots(raw[None], geometry, candidate)]
-                tried.append((len(found), known, candidate, found))
+                foreign = known.sized and any(problem.startswith("magic") for problem in found)
+                tried.append(((foreign, len(found)), known, candidate, found))
     if not tried:
         raise InputError(
             f"slot: no codec packs {fmt or 'this'} planes into {raw.size} bytes; check --codec and --format"
@@ -177,9 +199,15 @@ def _fields(record: bytes, version: int, page_scale: float) -> list[dict]:
 
 def _field(record: bytes, at: int, size: int, name: str, meaning: str) -> dict:
     raw = record[at : at + size]
-    if name == "reserved":
+    if name in ("reserved", "unused"):
         meaning = "zero" if not any(raw) else "expected zero"
-    return {"at": at, "bytes": size, "name": name, "hex": raw.hex(), "meaning": meaning}
+    return {
+        "at": at,
+        "bytes": size,
+        "name": name,
+        "hex": raw.hex() if size <= BYTES_PER_LINE else "",
+        "meaning": meaning,
+    }
 
 
 def _regions(geometry: Geometry) -> list[dict]:

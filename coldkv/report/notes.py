@@ -20,7 +20,7 @@ class Note:
 def notes(doc: dict) -> list[Note]:
     """All notes on one results document, in a fixed order."""
     rows, run = doc["rows"], doc["run"]
-    found = [_table(run), *_left_hot(doc), _partial(run), *_larger_than_hot(rows), _invalid(rows)]
+    found = [_table(run), *_left_hot(doc), _partial(run), *_larger_than_hot(rows), *_invalid(rows)]
     found += [_zeroed(run), *_destroyed(rows), *_biased(rows)]
     return [note for note in found if note]
 
@@ -67,15 +67,17 @@ def _partial(run: dict) -> Note | None:
 
 
 def _larger_than_hot(rows: list[dict]) -> list[Note]:
+    """Slots that are not smaller than what they replace; refused pages have none and are said apart."""
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in rows:
         total = totals[row["codec"], row["tier"], row["plane"]]
-        total[0] += row["pages"]
-        total[1] += row["hot_bytes"]
-        total[2] += row["cold_bytes"]
+        hot_page = row["hot_bytes"] // row["pages"] if row["pages"] else 0
+        total[0] += row["pages"] - row["invalid_pages"]
+        total[1] += row["hot_bytes"] - row["invalid_pages"] * hot_page
+        total[2] += row["cold_bytes"] - row["invalid_pages"] * hot_page
     planes: dict[tuple, list[str]] = defaultdict(list)
     for (codec, tier, plane), (pages, hot, cold) in totals.items():
-        if pages and cold > hot:
+        if pages and cold >= hot:
             planes[codec, tier, f"{cold / pages:,.0f}", f"{hot / pages:,.0f}"].append(plane.upper())
     return [
         Note(
@@ -87,12 +89,18 @@ def _larger_than_hot(rows: list[dict]) -> list[Note]:
     ]
 
 
-def _invalid(rows: list[dict]) -> Note | None:
-    bad = [row for row in rows if row["invalid_pages"]]
-    if not bad:
-        return None
-    pages = sum(row["invalid_pages"] for row in bad)
-    return Note("warning", f"{pages} head-pages could not be packed and stay hot, first in {describe_row(bad[0])}")
+def _invalid(rows: list[dict]) -> list[Note]:
+    found: dict[tuple, list[dict]] = defaultdict(list)
+    for row in rows:
+        found[row["codec"], row["tier"]].append(row)
+    out = []
+    for (codec, tier), own in found.items():
+        bad = [row for row in own if row["invalid_pages"]]
+        if bad:
+            pages, total = (sum(row[column] for row in own) for column in ("invalid_pages", "pages"))
+            text = f"{codec} on {tier}: {pages} of {total} head-pages could not be packed and stay hot"
+            out.append(Note("warning", f"{text}, first in {describe_row(bad[0])}"))
+    return out
 
 
 def _zeroed(run: dict) -> Note | None:
