@@ -152,6 +152,8 @@ class _NativeBackend(TorchBackend):
     def encode(self, codec, plane, geometry, *, out=None):
         codec.require_fit(plane.format)
         plane = self._own_plane(plane)
+        if codec.inner is not None:
+            return self.encode(codec.inner, codec.centered(self.dequantize(plane)), geometry, out=out)
         if codec.native is None:
             return codec.encode_torch(plane, geometry)
         stride = codec.slot_bytes(geometry, plane.format)
@@ -165,6 +167,9 @@ class _NativeBackend(TorchBackend):
     def decode(self, codec, slots, geometry, fmt, *, out=None):
         codec.require_fit(fmt)
         slots = self._slots(codec, slots, geometry, fmt)
+        if codec.inner is not None:
+            values = codec.uncentered(self.decode(codec.inner, slots, geometry, "bf16"))
+            return values if out is None else out.copy_(values)
         if codec.native is None:
             return super().decode(codec, slots, geometry, fmt)
         shape = (slots.shape[0], geometry.page_tokens, geometry.head_dim)
@@ -175,6 +180,12 @@ class _NativeBackend(TorchBackend):
     def restore(self, codec, slots, geometry, fmt, *, out=None):
         codec.require_fit(fmt)
         slots = self._slots(codec, slots, geometry, fmt)
+        if codec.inner is not None:
+            values = self.decode(codec, slots, geometry, fmt).to(torch.bfloat16)
+            if out is None:
+                return HotPlane("bf16", values, None, geometry.head_dim)
+            out.codes.copy_(values)
+            return out
         if codec.native is None:
             return super().restore(codec, slots, geometry, fmt)
         restored = codec.restored_format(fmt)
@@ -185,6 +196,8 @@ class _NativeBackend(TorchBackend):
     def lengths(self, codec, plane, geometry, *, out=None):
         codec.require_fit(plane.format)
         plane = self._own_plane(plane)
+        if codec.inner is not None:
+            return self.lengths(codec.inner, codec.centered(self.dequantize(plane)), geometry, out=out)
         if codec.native is None:
             return codec.lengths_torch(plane, geometry)
         found = self._empty(plane.head_pages, torch.int32) if out is None else out

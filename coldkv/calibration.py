@@ -73,22 +73,22 @@ class Calibration:
             step = self._steps.get(str(layer), {}).get(plane)
             if type(step) is not int or abs(step) > 300:
                 raise InputError(
-                    f"calibration {self.path}: steps, layer {layer}, plane {plane}: expected an integer from -300 to 300, "
-                    f"found {step!r}"
+                    f"calibration {self.path}: steps, layer {layer}, plane {plane}: expected an integer from -300 to "
+                    f"300, found {step!r}"
                 )
             mean = self._tensor(f"{base}.mean", np.float32, shape)
             self._planes[key] = PlaneCalibration(mean, weight, self._tensor(f"{base}.prior", np.int16, shape), step)
         found = self._planes[key]
         if found.mean.shape != (geometry.kv_heads, geometry.head_dim):
-            want = [geometry.kv_heads, geometry.head_dim]
+            want, shape = [geometry.kv_heads, geometry.head_dim], list(found.mean.shape)
             raise InputError(
-                f"calibration {self.path}: layer {layer}, plane {plane}: expected {want}, found {list(found.mean.shape)}"
+                f"calibration {self.path}: layer {layer}, plane {plane}: expected {want}, found {shape}"
             )
         return found
 
 
 def open_calibration(path: str | Path, sha256: str | None = None) -> Calibration:
-    """The calibration file at `path`, kept open for later calls. InputError: unreadable, or not the one with `sha256`."""
+    """The calibration file at `path`, kept for later calls. InputError: unreadable, or not the one with `sha256`."""
     path = Path(path)
     try:
         stat = path.stat()

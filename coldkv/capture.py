@@ -28,11 +28,9 @@ def import_transformers():
     try:
         import transformers
     except ImportError as error:
-        raise ToolError(f"capture: transformers cannot be imported ({error})", hint=INSTALL_HINT) from None
+        raise ToolError(f"transformers cannot be imported ({error})", hint=INSTALL_HINT) from None
     if not hasattr(transformers, "AttentionInterface") or not hasattr(transformers, "AttentionMaskInterface"):
-        raise ToolError(
-            f"capture: transformers {transformers.__version__} has no attention interface", hint=INSTALL_HINT
-        )
+        raise ToolError(f"transformers {transformers.__version__} has no attention interface", hint=INSTALL_HINT)
     return transformers
 
 

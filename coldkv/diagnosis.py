@@ -146,8 +146,9 @@ def _files() -> list[Check]:
 
 def _extras() -> list[Check]:
     uses = {
-        "transformers": "coldkv capture; pip install 'coldkv[capture]'",
-        "gguf": "capture from GGUF files; pip install 'coldkv[capture]'",
+        "transformers": "coldkv capture and eval; pip install 'coldkv[capture]'",
+        "gguf": "capture and eval of GGUF files; pip install 'coldkv[capture]'",
+        "matplotlib": "coldkv report --plot; pip install 'coldkv[plot]'",
         "ninja": "building backend cuda; pip install 'coldkv[cuda]'",
     }
     out = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from coldkv.codecs import Codec, all_codecs
+from coldkv.coldplane import decode_held
 from coldkv.dumps import Dump, LayerDump
 from coldkv.errors import InputError
 from coldkv.formats import FORMATS, tier_formats
@@ -145,13 +146,8 @@ def _measure_plane(task: PlaneTask, backend, nan: str, advance, stop: threading.
         hot = backend.dequantize(chunk.hot) if sums else None
         for entry in sums:
             slots, valid = backend.encode(entry.codec, chunk.hot, geometry)
-            if valid.all():
-                restored = backend.decode(entry.codec, slots, geometry, task.fmt)
-            else:  # a refused page stays hot, so attention reads its hot values
-                held = valid != 0
-                restored = hot.clone()
-                restored[held] = backend.decode(entry.codec, slots[held], geometry, task.fmt)
-                entry.invalid += (~held).reshape(-1, heads).sum(dim=0).cpu()
+            restored = decode_held(backend, entry.codec, slots, valid, chunk.hot, geometry)
+            entry.invalid += (valid == 0).reshape(-1, heads).sum(dim=0).cpu()
             entry.hot.add(backend, hot, restored)
             entry.ref.add(backend, chunk.ref, restored)
             if entry.logits is not None:

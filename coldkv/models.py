@@ -61,7 +61,7 @@ def load_model(path: str | os.PathLike, *, message=None) -> LoadedModel:
         model, tokenizer = _load(path, path)
         return LoadedModel(path.resolve().name, model, tokenizer, digest)
     if not path.is_file():
-        raise InputError(f"model {path}: no such file or folder", hint="capture reads local models only")
+        raise InputError(f"model {path}: no such file or folder", hint="only local models are read")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != _GGUF_MAGIC:

@@ -50,13 +50,26 @@ def resolve_table(table: str | None, tier: str | None):
     return parse_table(table) if table else uniform_table(tier or "int8")
 
 
-def resolve_codecs(texts: tuple[str, ...]):
-    """Codecs named by `--codec`, in that order and without repetition; None if there are none."""
-    from coldkv.codecs import parse_codec
+center_option = click.option(
+    "--center-k", metavar="FILE", help="Calibration whose K means the raw codecs take out (coldkv tune)."
+)
 
+
+def resolve_codecs(texts: tuple[str, ...], center_k: str | None = None, default: tuple[str, ...] = ()):
+    """Codecs named by `--codec` (else `default`), in that order and without repetition; None if there are none.
+
+    With `--center-k` those with raw slots take the means of that calibration out of K; without any codec named, every
+    codec that can.
+    """
+    from coldkv.codecs import all_codecs, parse_codec
+
+    if center_k is not None and not texts:
+        texts = default or tuple(codec.id for codec in all_codecs() if codec.raw_slot and codec.fits("bf16"))
     codecs = {}
     for text in texts:
         codec = parse_codec(text)
+        if center_k is not None and codec.raw_slot and codec.fits("bf16") and codec.inner is None:
+            codec = parse_codec(f"{text}{',' if ':' in text else ':'}center_k={center_k}")
         if codec.label in codecs:
             raise InputError(f"--codec {text}: codec {codec.label} is named twice")
         codecs[codec.label] = codec

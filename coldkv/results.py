@@ -15,6 +15,7 @@ from pathlib import Path
 from coldkv._version import __version__
 from coldkv.atomic import atomic_path
 from coldkv.errors import InputError
+from coldkv.schema import check_keys, is_kind, json_lines, plain, read_json
 from coldkv.summary import build_summary
 
 SCHEMA = "coldkv.results/1"
@@ -78,8 +79,6 @@ DOCUMENT_TYPES: dict[str, tuple[type, bool]] = {
     "rows": (list, False),
     "summary": (dict, False),
 }
-_KIND_NAMES = {str: "a string", int: "an integer", float: "a finite number", list: "a list", dict: "an object"}
-INT_LIMIT = 2**63  # beyond it no count is real, and float arithmetic overflows
 TABLE_MODES = ("layers", "tiers", "uniform")
 
 
@@ -128,8 +127,8 @@ def git_revision() -> str | None:
 
 def document(run: dict, rows: list[dict]) -> dict:
     """A whole result document, validated, with its summary. Raises InputError as `validate` does."""
-    rows = [{column: _plain(row.get(column)) for column in ROW_COLUMNS} | _unknown(row) for row in rows]
-    doc = {"schema": SCHEMA, "run": _plain(run), "rows": rows, "summary": {}}
+    rows = [{column: plain(row.get(column)) for column in ROW_COLUMNS} | _unknown(row) for row in rows]
+    doc = {"schema": SCHEMA, "run": plain(run), "rows": rows, "summary": {}}
     validate(doc, "results")
     doc["summary"] = summarize(doc["rows"], doc["run"])
     return doc
@@ -137,7 +136,7 @@ def document(run: dict, rows: list[dict]) -> dict:
 
 def summarize(rows: list[dict], run: dict) -> dict:
     """{"codecs": [one dict per codec], "claims": [...]}; pure. `coldkv.summary` explains the arithmetic."""
-    return _plain(build_summary(rows, run))
+    return plain(build_summary(rows, run))
 
 
 def write_results(path: str | os.PathLike, doc: dict) -> None:
@@ -155,8 +154,8 @@ def dumps(doc: dict) -> str:
     run = {key: value for key, value in doc["run"].items() if key != "layers"}
     head = json.dumps({"schema": doc["schema"], "run": run}, indent=1, allow_nan=False)
     head = head.removesuffix("\n }\n}")
-    layers = _lines(doc["run"]["layers"])
-    rows = _lines(doc["rows"])
+    layers = json_lines(doc["run"]["layers"])
+    rows = json_lines(doc["rows"])
     summary = json.dumps(doc["summary"], indent=1, allow_nan=False)
     return f'{head},\n  "layers": {layers}\n }},\n "rows": {rows},\n "summary": {summary}\n}}\n'
 
@@ -168,36 +167,11 @@ def read_results(path: str | os.PathLike) -> dict:
     return doc
 
 
-def read_json(path: str | os.PathLike) -> dict:
-    """A JSON object from a file; InputError for anything else, also for NaN and Infinity."""
-
-    def reject(token: str):
-        raise InputError(f"{path}: found {token}, expected finite numbers or null; write the file again")
-
-    raw = Path(path).read_bytes()
-    if not raw.strip():
-        raise InputError(f"{path}: the file is empty, expected a JSON document")
-    try:
-        doc = json.loads(raw.decode("utf-8"), parse_constant=reject)
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a JSON text file", hint="report reads the files of --results") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise InputError(f"{path}: not valid JSON at {where}: {error.msg}; the file may be cut off") from None
-    except RecursionError:
-        raise InputError(f"{path}: not a result file: nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise InputError(f"{path}: not a result file: {str(error)[:80]}") from None
-    if not isinstance(doc, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(doc).__name__}")
-    return doc
-
-
 def validate(doc: dict, where: str) -> None:
     """Check a document against the schema; InputError names the row or key, what was expected and what was found."""
     if doc.get("schema") != SCHEMA:
         raise InputError(f"{where}: schema: expected {SCHEMA!r}, found {doc.get('schema')!r}")
-    _check_keys(doc, DOCUMENT_TYPES, where)
+    check_keys(doc, DOCUMENT_TYPES, where)
     _check_run(doc["run"], where)
     if not doc["rows"]:
         raise InputError(f"{where}: no rows, expected at least one measured plane")
@@ -207,7 +181,7 @@ def validate(doc: dict, where: str) -> None:
         at = f"{where}: row {number}"
         if not isinstance(row, dict):
             raise InputError(f"{at}: expected an object, found {type(row).__name__}")
-        _check_keys(row, ROW_TYPES, at)
+        check_keys(row, ROW_TYPES, at)
         _check_row(row, at)
         if (row["dump"], row["layer"], row["tier"], row["plane"]) not in tier_of:
             raise InputError(f"{at}: {describe_row(row)} is not among run.layers")
@@ -229,22 +203,22 @@ def describe_row(row: dict) -> str:
 
 def _check_run(run: dict, where: str) -> None:
     at = f"{where}: run"
-    _check_keys(run, RUN_TYPES, at)
+    check_keys(run, RUN_TYPES, at)
     for name, digest in run["dump_sha256"].items():
         if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise InputError(f"{at}.dump_sha256: {name}: expected 64 hex digits, found {digest!r}")
     table = run["table"]
-    _check_keys(table, {"name": (str, False), "mode": (str, False), "tier_layers": (dict, False)}, f"{at}.table")
+    check_keys(table, {"name": (str, False), "mode": (str, False), "tier_layers": (dict, False)}, f"{at}.table")
     if table["mode"] not in TABLE_MODES:
         raise InputError(f"{at}.table.mode: expected one of {', '.join(TABLE_MODES)}, found {table['mode']!r}")
     for tier, count in table["tier_layers"].items():
-        if not _is(count, int) or count < 0:
+        if not is_kind(count, int) or count < 0:
             raise InputError(f"{at}.table.tier_layers: {tier}: expected a count, found {count!r}")
     for number, layer in enumerate(run["layers"]):
         here = f"{at}.layers[{number}]"
         if not isinstance(layer, dict):
             raise InputError(f"{here}: expected an object, found {type(layer).__name__}")
-        _check_keys({"zeroed_values": 0} | layer, LAYER_TYPES, here)
+        check_keys({"zeroed_values": 0} | layer, LAYER_TYPES, here)
         if layer["dump"] not in run["dump_sha256"]:
             raise InputError(f"{here}: dump {layer['dump']!r} has no sha256 in run.dump_sha256")
         if table["mode"] == "tiers" and layer["tier"] not in table["tier_layers"]:
@@ -268,55 +242,6 @@ def _check_row(row: dict, at: str) -> None:
         raise InputError(f"{at}: ratio: expected hot_bytes/cold_bytes = {expected}, found {found}")
 
 
-def _check_keys(obj: dict, types: dict[str, tuple[type, bool]], at: str) -> None:
-    for key, (kind, optional) in types.items():
-        if key not in obj:
-            raise InputError(f"{at}: {key!r} is missing")
-        value = obj[key]
-        if value is None and optional:
-            continue
-        if not _is(value, kind):
-            raise InputError(f"{at}: {key}: expected {_KIND_NAMES[kind]}, found {_found(value)}")
-    extra = sorted(set(obj) - set(types))
-    if extra:
-        raise InputError(f"{at}: unknown key {extra[0]!r}", hint="was it written by another version of coldkv?")
-
-
-def _is(value, kind: type) -> bool:
-    if isinstance(value, bool):
-        return False
-    if kind is float:
-        kind = int if isinstance(value, int) else float
-    if kind is float:
-        return isinstance(value, float) and math.isfinite(value)
-    return isinstance(value, kind) and (kind is not int or abs(value) < INT_LIMIT)
-
-
-def _found(value) -> str:
-    if value is None:
-        return "null"
-    return repr(value)[:60] if isinstance(value, (str, int, float)) else type(value).__name__
-
-
 def _unknown(row: dict) -> dict:
     """Keys outside the schema stay in, so that validation names them instead of dropping them silently."""
     return {key: value for key, value in row.items() if key not in ROW_TYPES}
-
-
-def _plain(value):
-    """Python's own types: numpy scalars unwrapped, NaN and infinities to None, tuples to lists."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _lines(items: list[dict]) -> str:
-    if not items:
-        return "[]"
-    return "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in items) + "\n ]"

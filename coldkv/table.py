@@ -133,8 +133,10 @@ def _read_table(path: str) -> LayerTable:
     return LayerTable(name=name, tiers=tiers, by_position=index == "attention")
 
 
-def assign(table: LayerTable, layers: Sequence[int], *, selected: Sequence[int] | None = None) -> Assignment:
-    """Give every layer with KV of a dump (`layers`, the model's numbers, ascending) its tier.
+def assign(
+    table: LayerTable, layers: Sequence[int], *, selected: Sequence[int] | None = None, of: str = "dump"
+) -> Assignment:
+    """Give every layer with KV of a dump, or of what `of` names (`layers`, the model's numbers, ascending), its tier.
 
     `selected` (default all) are the layers that will be looked at; the others still count for positions. A preset
     made for another number of layers is applied by tier (mode "tiers"). Raises InputError where the table misses a
@@ -149,7 +151,7 @@ def assign(table: LayerTable, layers: Sequence[int], *, selected: Sequence[int] 
         pairs = [(layer, tier) for layer in chosen for tier in counts]
         weights = ", ".join(f"{tier} x {count}" for tier, count in counts.items())
         note = (
-            f"table {table.name} is for {len(table.tiers)} attention layers and the dump has {len(layers)}: "
+            f"table {table.name} is for {len(table.tiers)} attention layers and the {of} has {len(layers)}: "
             f"every tier is measured over all of them and weighted {weights}"
         )
         return Assignment(table.name, "tiers", pairs, counts, [note])
@@ -158,10 +160,10 @@ def assign(table: LayerTable, layers: Sequence[int], *, selected: Sequence[int] 
     if missing:
         what = "by its place among the attention layers" if table.by_position else "by its number"
         raise InputError(
-            f"table {table.name}: layer {format_layers(missing)} of the dump is not in the table (looked up {what}), "
+            f"table {table.name}: layer {format_layers(missing)} of the {of} is not in the table (looked up {what}), "
             f"which has {format_layers(table.tiers)}"
         )
     pairs = [(layer, table.tiers[keys[layer]]) for layer in chosen]
     extra = sorted(set(table.tiers) - set(keys.values()))
-    notes = [f"table {table.name} also names {format_layers(extra)}, which the dump does not have"] if extra else []
+    notes = [f"table {table.name} also names {format_layers(extra)}, which the {of} does not have"] if extra else []
     return Assignment(table.name, "layers", pairs, dict(sorted(Counter(t for _, t in pairs).items())), notes)

@@ -108,10 +108,10 @@ CKV_DECLARE_CODEC(e2m1_g64)
 CKV_DECLARE_CODEC(e2m1_g16)
 CKV_DECLARE_CODEC(native)
 
-
-/* encode: a page that does not fit `stride` is coded with a coarser step; valid[i] = 0 only for values that cannot be coded at all
- * (not finite, or a row whose mean square overflows). lengths: slot bytes of each head-page at the nominal step, INT32_MAX where
- * it cannot be coded. */
+/* encode: a page that does not fit `stride` is coded with a coarser step; valid[i] = 0 with an all-zero slot only for values that
+ * cannot be coded at all (not finite, or a row whose mean square overflows), or where even the coarsest step does not fit. lengths:
+ * slot bytes of each head-page at the nominal step, INT32_MAX where it cannot be coded. decode, restore: CKV_E_SLOT as in the
+ * other codecs; also for a slot that was written with another calibration (`check`). Restored planes are bf16, without scales. */
 #define CKV_DECLARE_ECQ(suffix, tail)                                                                                             \
   CKV_API int ckv_ecq_encode_##suffix(const ckv_plane_desc* desc, const void* codes, const void* scales, uint8_t* slots,          \
                                       int64_t stride, int32_t* valid, const ckv_ecq_params* params, tail);                        \
@@ -123,6 +123,7 @@ CKV_DECLARE_CODEC(native)
                                        void* scales, const ckv_ecq_params* params, tail);
 CKV_DECLARE_ECQ(cpu, int threads)
 CKV_DECLARE_ECQ(cuda, void* stream)
+
 /* A codec whose slots are sized by what the data needs has a fourth function. lengths: int32 [n], the slot bytes that each
  * head-page needs, INT32_MAX where no size would do. From them the caller chooses one stride for a plane, a multiple of 16, and
  * passes it to the other three: there `stride` is the size of the slot itself. A head-page that needs more is refused as above;

@@ -36,21 +36,24 @@ inline uint8_t check_byte(const ckv_ecq_params& p) { return static_cast<uint8_t>
 // kMostCoarser + 1 where not even the coarsest step fits. Finer steps by bisection, coarser ones one by one: FORMAT.md.
 template <class Attempt>
 CKV_HD int find_step(uint32_t room, int fill, const Attempt& attempt) {
-  if (attempt(0) <= room) {
-    int fits = 0, below = -fill - 1, last = 0;
-    while (fits - below > 1) {
-      last = below + (fits - below) / 2;
-      if (attempt(last) <= room)
-        fits = last;
-      else
-        below = last;
+  int coarser = 0, fits = 1, below = -fill - 1;  // fits <= 0 once step 0 has been found to fit
+  for (;;) {
+    if (attempt(coarser) <= room) {
+      if (coarser > 0) return coarser;
+      fits = coarser;
+    } else if (coarser >= 0) {
+      if (++coarser > kMostCoarser) return coarser;
+      continue;
+    } else {
+      below = coarser;
     }
-    if (last != fits) attempt(fits);
-    return fits;
+    if (fits - below <= 1) {
+      if (coarser == fits) return fits;
+      coarser = fits;
+    } else {
+      coarser = below + (fits - below) / 2;
+    }
   }
-  for (int coarser = 1; coarser <= kMostCoarser; ++coarser)
-    if (attempt(coarser) <= room) return coarser;
-  return kMostCoarser + 1;
 }
 
 CKV_HD uint32_t room_of(int64_t stride, int T, bool rows) {
@@ -198,6 +201,6 @@ extern "C" int ckv_ecq_restore_cpu(const ckv_plane_desc* d, const uint8_t* slots
 }
 #endif  // CKV_BUILD_HOST
 
-#if CKV_BUILD_DEVICE && 0
+#if CKV_BUILD_DEVICE
 #include "ecq_device.h"
 #endif

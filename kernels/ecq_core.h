@@ -36,6 +36,7 @@ CKV_HD int stream_at(int T, bool rows) { return kStreamAt + (extra_rows(T, rows)
 // ---- steps ------------------------------------------------------------------------------------------------------------------
 
 constexpr int kMinStep = -1920, kMaxStep = 1920;  // sixteenths of an octave: 2^-120 .. 2^120
+constexpr int kMostStep = 1680;                   // of a header: no encoder writes more, and restored values stay finite
 
 CKV_HD float sixteenth(int i) {  // 2^(i/16), i = 0..15, nearest fp32
   constexpr float k[16] = {0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f, 0x1.306fep+0f,  0x1.3dea64p+0f,
@@ -161,6 +162,7 @@ CKV_HD uint32_t word_at(const uint8_t* stream, uint32_t words, uint32_t i) {
 // Whether a slot can be read with these parameters: everything a decoder relies on before it starts.
 CKV_HD bool header_ok(const Header& h, int T, int64_t stride, int heads, uint8_t check) {
   if (h.magic != kMagic || h.version != kVersion || !(h.flags & kValid) || h.flags > 15 || h.head >= heads) return false;
+  if (h.step < -kMostStep || h.step > kMostStep) return false;
   return h.words >> 24 == check && stream_at(T, h.flags & kRows) + 2 * static_cast<int64_t>(h.words & kMaxWords) <= stride;
 }
 

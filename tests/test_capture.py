@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from tinymodels import deepseek_v3, gemma2, gemma3, gpt_oss, llama, qwen2, qwen3_next, save_folder
 
 from coldkv import models
 from coldkv.capture import record, sample_positions, write_recording
@@ -22,75 +23,6 @@ from coldkv.dumps import open_dump
 from coldkv.errors import InputError, ToolError
 
 TOKENS = 21
-COMMON = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-
-
-def build(config):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # the usual initialisation leaves biases and norms at 0 or 1 and logits flat
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
-    return model
-
-
-def gemma3():
-    kinds = ["sliding_attention", "full_attention"] * 2
-    return build(
-        transformers.Gemma3TextConfig(
-            **COMMON, num_hidden_layers=4, head_dim=16, sliding_window=6, layer_types=kinds, query_pre_attn_scalar=10
-        )
-    )
-
-
-def gemma2():
-    return build(
-        transformers.Gemma2Config(
-            **COMMON, num_hidden_layers=2, head_dim=16, sliding_window=6, attn_logit_softcapping=2.0,
-            query_pre_attn_scalar=16,
-        )
-    )  # fmt: skip
-
-
-def llama():
-    return build(transformers.LlamaConfig(**COMMON, num_hidden_layers=2))
-
-
-def qwen2():
-    return build(transformers.Qwen2Config(**COMMON, num_hidden_layers=2))
-
-
-def qwen3_next():
-    return build(
-        transformers.Qwen3NextConfig(
-            **COMMON, num_hidden_layers=4, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-            shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        )
-    )  # fmt: skip
-
-
-def deepseek_v3():
-    options = {**COMMON, "num_key_value_heads": 4}
-    return build(
-        transformers.DeepseekV3Config(
-            **options, num_hidden_layers=2, kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8,
-            v_head_dim=8, first_k_dense_replace=2, n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1,
-            moe_intermediate_size=16,
-        )
-    )  # fmt: skip
-
-
-def gpt_oss():
-    return build(
-        transformers.GptOssConfig(
-            **COMMON, num_hidden_layers=2, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1
-        )
-    )
 
 
 def tokens(count=TOKENS):
@@ -262,17 +194,7 @@ def test_sample_positions_are_spread_and_end_at_the_last_token(count, samples):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model folder as Hugging Face saves it, with a tokenizer of one token per word."""
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers import models as kinds
-
-    path = tmp_path_factory.mktemp("tiny")
-    llama().save_pretrained(path)
-    words = {"<unk>": 0, **{f"w{i}": i for i in range(1, 64)}}
-    tokenizer = Tokenizer(kinds.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
-    return path
+    return save_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def invoke(*args):

@@ -173,7 +173,7 @@ def test_numbers(value, text):
     ("content", "words"),
     [
         ("", "the file is empty"),
-        ('{"schema": "other/1"}', "expected coldkv.results/1 or coldkv.bench/1, found 'other/1'"),
+        ('{"schema": "other/1"}', "expected coldkv.results/1, coldkv.eval/1 or coldkv.bench/1, found 'other/1'"),
         ('{"schema": "coldkv.bench/1", "rows": []}', "expected a list with at least one timing"),
         ('{"schema": "coldkv.bench/1", "rows": [{"op": "pack"}]}', "row 0: expected an object with the texts"),
     ],

@@ -15,7 +15,7 @@ from coldkv.errors import InputError, ToolError
 __all__ = ["Codec", "all_codecs", "codec_ids", "get_codec", "parse_codec"]
 
 ENTRY_POINT_GROUP = "coldkv.codecs"
-NOT_CODECS = {"base", "entropyslot", "rawslot", "sized"}
+NOT_CODECS = {"base", "centered", "entropyslot", "rawslot", "sized"}
 broken_entry_points: dict[str, str] = {}  # name -> what is wrong, filled when the codecs are first listed
 
 
@@ -60,8 +60,15 @@ def get_codec(codec_id: str, config: dict | None = None) -> Codec:
     classes = _codec_classes()
     if codec_id not in classes:
         raise InputError(f"codec: expected one of {', '.join(codec_ids())}, found {codec_id!r}")
+    options = dict(config or {})
+    center = {key: options.pop(key) for key in ("center_k", "center_k_sha256") if key in options}
     try:
-        return classes[codec_id](**(config or {}))
+        codec = classes[codec_id](**options)
+        if not center:
+            return codec
+        from coldkv.codecs.centered import Centered
+
+        return Centered(codec, **center)
     except TypeError as error:
         raise InputError(f"codec {codec_id}: {error}") from error
 

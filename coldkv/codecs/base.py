@@ -27,6 +27,7 @@ class Codec(ABC):
     exact: ClassVar[bool] = False  # decode gives the hot plane's values bit for bit
     native: ClassVar[str | None] = None
     raw_slot: ClassVar[bool] = False  # the slot has the raw layout of kernels/FORMAT.md, which `inspect` can take apart
+    inner: "Codec | None" = None  # a codec that does the work on a plane which this one changed (centered.py)
     sized: ClassVar[bool] = False  # slot bytes are chosen per layer and plane from measured lengths (sized.py)
 
     @property

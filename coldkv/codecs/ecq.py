@@ -1,4 +1,4 @@
-"""Codec `ecq`: entropy-coded quantization with one step per page, one scale byte per row and an adaptive model per channel."""
+"""Codec `ecq`: entropy-coded quantization, a step per page, a scale byte per row, an adaptive model per channel."""
 
 import copy
 import ctypes
@@ -9,7 +9,7 @@ import numpy as np
 
 from coldkv.codecs.sized import NEVER, SizedCodec
 from coldkv.errors import InputError
-from coldkv.geometry import Geometry, ceil_div, round_up
+from coldkv.geometry import Geometry, round_up
 
 MAGIC = 0x31514345
 HEADER = np.dtype([("magic", "<u4"), ("version", "<u2"), ("flags", "u1"), ("head", "u1"), ("step", "<i2"),
@@ -19,7 +19,8 @@ LANES = 32
 STATES_AT, STREAM_AT = 16, 16 + 4 * LANES
 CLASSES, ESCAPE, REACH, TOTAL_BITS = 28, 255, 127, 12
 MOST_COARSER, MOST_WORDS = 255, (1 << 24) - 1
-BASE_STEP = -22  # sixteenths of an octave: NMSE near 0.0129 on planes whose channels are alike
+MOST_STEP = 1680  # of a header: beyond what any encoder writes, and small enough that restored values stay finite
+BASE_STEP = -23  # sixteenths of an octave: the coarsest with an NMSE of at most 0.0129 on every plane of the sample
 
 
 class EcqParams(ctypes.Structure):
@@ -131,7 +132,7 @@ class Ecq(SizedCodec):
         return round_up(_stream_at(geometry.page_tokens, True), 16)
 
     def choose_stride(self, lengths, geometry, fmt, *, overflow_bytes=None):
-        """The mean of what the head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
+        """The mean of what head-pages need at the nominal step: shorter ones are coded finer, longer ones coarser."""
         lengths = lengths[lengths != NEVER]
         least = self.least_stride(geometry, fmt)
         return max(least, round_up(int(np.ceil(lengths.mean())), 16)) if len(lengths) else least
@@ -145,6 +146,20 @@ class Ecq(SizedCodec):
         need = _stream_at(geometry.page_tokens, page.rows) + 2 * words
         never = ~page.valid | (words > MOST_WORDS)
         return torch.where(never, torch.full_like(need, NEVER), need).to(torch.int32)
+
+    def residual_magnitudes(self, plane, geometry):
+        """Torch: fp64 `[kv_heads, head_dim]`, mean |residual| of each channel at the nominal step, which `prior` tells."""
+        import torch
+
+        page = _Pages(self, plane, geometry)
+        k, _ = page.integers(torch.zeros(page.n, dtype=torch.int64))
+        model, total = _Model(torch.zeros_like(k[:, 0])), torch.zeros_like(k[:, 0])
+        for t in range(page.T):
+            residual = k[:, t] - model.predicted()
+            total += residual.abs().clamp(max=REACH)
+            model.learn(k[:, t], residual)
+        mean = total[:, : page.D].double() / page.T
+        return mean.reshape(-1, geometry.kv_heads, page.D).mean(dim=0)
 
     # ---- parameters
 
@@ -238,7 +253,8 @@ class Ecq(SizedCodec):
         T, problems = geometry.page_tokens, []
         for i, one in enumerate(h):
             words, check = int(one["words"]) & MOST_WORDS, int(one["words"]) >> 24
-            end = _stream_at(T, bool(one["flags"] & ROWS)) + 2 * words
+            start = _stream_at(T, bool(one["flags"] & ROWS))
+            end = start + 2 * words
             if one["magic"] != MAGIC:
                 problems.append((i, f"magic: expected 0x{MAGIC:08x}, found 0x{one['magic']:08x}"))
             elif one["version"] != self.version:
@@ -247,17 +263,23 @@ class Ecq(SizedCodec):
                 problems.append((i, f"flags: expected an odd number below 16, found {one['flags']}"))
             elif one["head"] >= geometry.kv_heads:
                 problems.append((i, f"head: expected 0 to {geometry.kv_heads - 1}, found {one['head']}"))
+            elif abs(int(one["step"])) > MOST_STEP:
+                problems.append((i, f"step: expected -{MOST_STEP} to {MOST_STEP}, found {one['step']}"))
             elif check != self.check:
                 problems.append((i, f"calibration byte: expected {self.check}, found {check}"))
             elif end > slots.shape[1]:
                 problems.append((i, f"stream: expected an end within {slots.shape[1]} bytes, found {end}"))
-            elif slots[i, end:].any():
+            elif slots[i, end:].any() or slots[i, STREAM_AT + _extra_rows(T, bool(one["flags"] & ROWS)) : start].any():
                 problems.append((i, "padding: expected zero bytes"))
         return problems
 
 
+def _extra_rows(page_tokens: int, rows: bool) -> int:
+    return max(0, page_tokens - 2 * LANES) if rows else 0
+
+
 def _stream_at(page_tokens: int, rows: bool) -> int:
-    return STREAM_AT + (ceil_div(max(0, page_tokens - 2 * LANES), 2) * 2 if rows else 0)
+    return STREAM_AT + round_up(_extra_rows(page_tokens, rows), 2)
 
 
 # ---- the oracle: everything below works on all head-pages of a plane side by side ---------------------------------
@@ -284,44 +306,39 @@ def _level(ms):
     return torch.where(ms < 2.0**-100, torch.full_like(level, -(1 << 20)), level)
 
 
-def _prior_spread(d):
-    import torch
+# The coder and its model are numpy: small steps one after the other, of which torch would mostly pay the dispatch.
 
-    mantissa = torch.tensor([round(32768 * 2 ** (j / 16)) for j in range(16)], device=d.device)
+
+def _prior_spread(d: np.ndarray) -> np.ndarray:
+    mantissa = np.array([round(32768 * 2 ** (j / 16)) for j in range(16)], dtype=np.int64)
     e, m = d >> 4, mantissa[d & 15]
-    spread = torch.where(e <= 5, m >> (5 - e).clamp(0, 31), m << (e - 5).clamp(0, 1))
-    spread = torch.where(d < -160, torch.zeros_like(spread), spread)
-    return torch.where(d >= 112, torch.full_like(spread, REACH << 10), spread).clamp(max=REACH << 10)
+    spread = np.where(e <= 5, m >> (5 - e).clip(0, 31), m << (e - 5).clip(0, 1))
+    return np.where(d < -160, 0, np.where(d >= 112, REACH << 10, spread)).clip(max=REACH << 10)
 
 
-def _class(spread):
-    import torch
-
-    return ((spread + 8).to(torch.float32).view(torch.int32) >> 22).long() - 260
+def _class(spread: np.ndarray) -> np.ndarray:
+    return ((spread + 8).astype(np.float32).view(np.int32) >> 22).astype(np.int64) - 260
 
 
 class _Model:
-    """Channel states `[n, P]` of one pass over the rows."""
+    """Channel states int64 `[n, P]` of one pass over the rows."""
 
-    def __init__(self, spread):
-        import torch
-
-        self.mean, self.spread = torch.zeros_like(spread), spread.clone()
+    def __init__(self, spread: np.ndarray):
+        self.mean, self.spread = np.zeros_like(spread), spread
 
     def predicted(self):
         return (self.mean + 512) >> 10
 
     def learn(self, k, residual):
         self.mean = self.mean + ((k << 7) - (self.mean >> 3))
-        self.spread = self.spread + ((residual.abs().clamp(max=REACH) << 6) - (self.spread >> 4))
+        self.spread = self.spread + ((np.abs(residual).clip(max=REACH) << 6) - (self.spread >> 4))
 
 
 @cache
-def _starts():
-    import torch
-
-    f = torch.from_numpy(frequencies().astype(np.int64))
-    return f, torch.cumsum(f, 1) - f
+def _starts() -> tuple[np.ndarray, np.ndarray]:
+    """(frequency, start) int64 `[28, 256]`."""
+    f = frequencies().astype(np.int64)
+    return f, np.cumsum(f, 1) - f
 
 
 class _Pages:
@@ -368,74 +385,92 @@ class _Pages:
             d //= 2
         return s[..., 0] / float(self.D)
 
+    def part(self, index) -> "_Pages":
+        """The head-pages `index` (int64) alone."""
+        found = copy.copy(self)
+        found.n = len(index)
+        for name in ("head", "y", "prior", "valid", "reference", "row_bytes"):
+            setattr(found, name, getattr(self, name)[index])
+        return found
+
+    def fits(self, index, coarser, room: int):
+        return self.part(index).attempt(coarser[index])[0] <= room
+
     def find_step(self, room: int, fill: int):
         """int64 `[n]`: sixteenths above the nominal step, MOST_COARSER + 1 where nothing fits."""
         import torch
 
-        fits_now = self.attempt(torch.zeros(self.n, dtype=torch.int64))[0] <= room
         chosen, below = torch.zeros(self.n, dtype=torch.int64), torch.full((self.n,), -fill - 1)
-        while bool((fits_now & (chosen - below > 1)).any()):
+        able = self.valid.nonzero()[:, 0]
+        fits_now = torch.zeros(self.n, dtype=torch.bool)
+        fits_now[able] = self.fits(able, chosen, room)
+        while len(open_ := (fits_now & (chosen - below > 1)).nonzero()[:, 0]):
             middle = below + torch.div(chosen - below, 2, rounding_mode="floor")
-            fits = self.attempt(middle)[0] <= room
-            move = fits_now & (chosen - below > 1)
-            chosen, below = torch.where(move & fits, middle, chosen), torch.where(move & ~fits, middle, below)
-        waiting, coarser = ~fits_now & self.valid, 0
-        while bool(waiting.any()) and coarser < MOST_COARSER:
-            coarser += 1
-            fits = self.attempt(torch.full((self.n,), coarser))[0] <= room
-            chosen[waiting & fits] = coarser
-            waiting &= ~fits
-        chosen[waiting] = MOST_COARSER + 1
+            good = self.fits(open_, middle, room)
+            chosen[open_[good]], below[open_[~good]] = middle[open_[good]], middle[open_[~good]]
+        waiting = (~fits_now & self.valid).nonzero()[:, 0]
+        for coarser in range(1, MOST_COARSER + 2):
+            chosen[waiting] = coarser
+            if not len(waiting) or coarser > MOST_COARSER:
+                break
+            waiting = waiting[~self.fits(waiting, chosen, room)]
         return chosen
+
+    def integers(self, coarser):
+        """Integers int64 `[n, T, P]` and header steps int64 `[n]` with steps `coarser` (int64 `[n]`) above nominal."""
+        import torch
+
+        step = self.codec.nominal_step + 2 * self.reference + coarser
+        q = 1.0 / _step_value(step[:, None] - 2 * self.row_bytes)
+        z = self.y * q[:, :, None]
+        k = (z.abs().clamp(max=32767.0) + torch.tensor(self.codec.rounding, dtype=torch.float32)).long()
+        return torch.where(z < 0, -k, k), step
 
     def attempt(self, coarser):
         """(words needed int64 `[n]`, what `slots` needs) with steps `coarser` (int64 `[n]`) above the nominal one."""
         import torch
 
         codec = self.codec
-        step = codec.nominal_step + 2 * self.reference + coarser
-        q = 1.0 / _step_value(step[:, None] - 2 * self.row_bytes)
-        z = self.y * q[:, :, None]
-        k = (z.abs().clamp(max=32767.0) + torch.tensor(codec.rounding, dtype=torch.float32)).long()
-        k = torch.where(z < 0, -k, k)
+        k, step = self.integers(coarser)
         if codec._plane is None:
             sums = k.abs().clamp(max=REACH).sum((1, 2))
             a = torch.div(sums << 10, self.T * self.D, rounding_mode="floor") + 1
             prior = -((a.to(torch.float32).view(torch.int32) >> 19).long() - (127 << 4) - 160)
         else:
             prior = codec.nominal_step + coarser
-        model = _Model(_prior_spread(self.prior - prior[:, None]))
+        model = _Model(_prior_spread((self.prior - prior[:, None]).cpu().numpy()))
+        rows = k.transpose(0, 1).cpu().numpy()
         freq_of, start_of = _starts()
-        symbols, freqs, starts = [], [], []
-        for t in range(self.T):
-            residual, cls = k[:, t] - model.predicted(), _class(model.spread)
-            s = torch.where(residual.abs() > REACH, torch.full_like(residual, ESCAPE), residual + REACH)
-            s = torch.where(freq_of[cls, s] == 0, torch.full_like(s, ESCAPE), s)
-            symbols.append(s), freqs.append(freq_of[cls, s]), starts.append(start_of[cls, s])
-            model.learn(k[:, t], residual)
-        shape = (self.n, -1, LANES)
+        s, f, a = (np.empty((self.T, self.n, self.P), dtype=np.int64) for _ in range(3))
+        for t, kt in enumerate(rows):
+            residual, cls = kt - model.predicted(), _class(model.spread)
+            found = np.where(np.abs(residual) > REACH, ESCAPE, residual + REACH)
+            found[freq_of[cls, found] == 0] = ESCAPE
+            s[t], f[t], a[t] = found, freq_of[cls, found], start_of[cls, found]
+            model.learn(kt, residual)
         s, f, a, kk = (
-            torch.stack(x, 1).reshape(shape) for x in (symbols, freqs, starts, [k[:, t] for t in range(self.T)])
+            np.ascontiguousarray(part.reshape(self.T, self.n, -1, LANES).swapaxes(1, 2)).reshape(-1, self.n, LANES)
+            for part in (s, f, a, rows)
         )
-        active = (torch.arange(self.P) < self.D).repeat(self.T).reshape(-1, LANES)
-        low = torch.nn.functional.pad(self.row_bytes, (0, max(0, 2 * LANES - self.T)))[:, : 2 * LANES].reshape(
-            -1, LANES, 2
-        )
-        x = (1 << 16) + low[..., 0] + (low[..., 1] << 8)
-        steps = s.shape[1]
+        active = (np.arange(self.P) < self.D).reshape(-1, LANES)
+        low = np.zeros((self.n, 2 * LANES), dtype=np.int64)
+        low[:, : self.T] = self.row_bytes[:, : 2 * LANES].cpu().numpy()
+        x = (1 << 16) + low[:, ::2] + (low[:, 1::2] << 8)
         # forward order of a step: words of the lanes that refill, then escapes
-        mask = torch.zeros((self.n, steps, 2, LANES), dtype=torch.bool)
-        word = torch.zeros((self.n, steps, 2, LANES), dtype=torch.int64)
-        mask[:, :, 1] = (s == ESCAPE) & active
-        word[:, :, 1] = kk & 0xFFFF
-        for i in range(steps - 1, -1, -1):
-            emit = ((x >> 20) >= f[:, i]) & active[i]
-            mask[:, i, 0], word[:, i, 0] = emit, x & 0xFFFF
-            x = torch.where(emit, x >> 16, x)
-            fi = f[:, i].clamp(min=1)
-            pushed = (torch.div(x, fi, rounding_mode="floor") << TOTAL_BITS) + x % fi + a[:, i]
-            x = torch.where(active[i], pushed, x)
-        return mask.sum((1, 2, 3)), (x, mask, word, step, prior, (k.abs() > REACH).any(2).any(1))
+        mask = np.zeros((len(s), 2, self.n, LANES), dtype=bool)
+        word = np.zeros((len(s), 2, self.n, LANES), dtype=np.int64)
+        mask[:, 1] = (s == ESCAPE) & np.tile(active, (self.T, 1))[:, None]
+        word[:, 1] = kk
+        for i in range(len(s) - 1, -1, -1):
+            lanes = active[i % len(active)]
+            emit = (x >> 20 >= f[i]) & lanes
+            mask[i, 0], word[i, 0] = emit, x
+            x = np.where(emit, x >> 16, x)
+            whole, rest = np.divmod(x, f[i])
+            pushed = (whole << TOTAL_BITS) + rest + a[i]
+            x = pushed if lanes.all() else np.where(lanes, pushed, x)
+        words = torch.from_numpy(mask.sum((0, 1, 3)))
+        return words, (x, mask, word, step, prior, (k.abs() > REACH).any(2).any(1))
 
     def slots(self, coded, words, coarser, stride: int):
         import torch
@@ -452,78 +487,72 @@ class _Pages:
                 [(MAGIC, self.codec.version, flags, int(self.head[i]), int(step[i]), int(prior[i]), total)], HEADER
             )
             out[i, : HEADER.itemsize] = head.view(np.uint8)
-            out[i, STATES_AT:STREAM_AT] = x[i].numpy().astype("<u4").view(np.uint8)
+            out[i, STATES_AT:STREAM_AT] = x[i].astype("<u4").view(np.uint8)
             extra = self.row_bytes[i, 2 * LANES :].numpy().astype(np.uint8) if self.rows else np.empty(0, np.uint8)
             out[i, STREAM_AT : STREAM_AT + len(extra)] = extra
-            stream = word[i][mask[i]].numpy().astype("<u2").view(np.uint8)
+            stream = word[:, :, i][mask[:, :, i]].astype("<u2").view(np.uint8)
             out[i, at : at + len(stream)] = stream
         return torch.from_numpy(out)
 
 
 def _read(codec: Ecq, slots, geometry: Geometry):
-    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError where a stream is damaged."""
+    """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError: a damaged stream."""
     import torch
 
     raw = slots.cpu().numpy()
     h, n, T, D = codec.headers(raw), slots.shape[0], geometry.page_tokens, geometry.head_dim
     P, rows = round_up(D, LANES), (h["flags"] & ROWS) != 0
-    head = torch.from_numpy(h["head"].astype(np.int64))
-    count = torch.from_numpy((h["words"] & MOST_WORDS).astype(np.int64))
-    words = torch.zeros((n, (int(count.max()) if n else 0) + 1), dtype=torch.int64)
+    head, count = h["head"].astype(np.int64), (h["words"] & MOST_WORDS).astype(np.int64)
+    words = np.zeros((n, int(count.max(initial=0)) + 1), dtype=np.int64)
     for i in range(n):
         at = _stream_at(T, bool(rows[i]))
-        stream = raw[i, at : at + 2 * int(count[i])].view("<u2").astype(np.int64)
-        words[i, : len(stream)] = torch.from_numpy(stream)
-    x = torch.from_numpy(np.ascontiguousarray(raw[:, STATES_AT:STREAM_AT]).view("<u4").astype(np.int64))
-    prior = torch.nn.functional.pad(codec.channels(geometry.kv_heads, D, "cpu")[3].long(), (0, P - D))[head]
-    model = _Model(_prior_spread(prior - torch.from_numpy(h["prior"].astype(np.int64))[:, None]))
+        words[i, : count[i]] = raw[i, at : at + 2 * int(count[i])].view("<u2")
+    x = np.ascontiguousarray(raw[:, STATES_AT:STREAM_AT]).view("<u4").astype(np.int64)
+    prior = np.zeros((n, P), dtype=np.int64)
+    prior[:, :D] = codec.channels(geometry.kv_heads, D, "cpu")[3].numpy()[head]
+    model = _Model(_prior_spread(prior - h["prior"].astype(np.int64)[:, None]))
     freq_of, start_of = _starts()
-    symbol_at = torch.repeat_interleave(torch.arange(256).repeat(CLASSES), freq_of.flatten()).reshape(CLASSES, -1)
-    at, last = torch.zeros(n, dtype=torch.int64), words.shape[1] - 1
-    k = torch.zeros((n, T, P), dtype=torch.int64)
-    bad = torch.zeros(n, dtype=torch.bool)
+    symbol_at = np.repeat(np.tile(np.arange(256), CLASSES), freq_of.flatten()).reshape(CLASSES, -1)
+    at, bad = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+    k = np.zeros((n, T, P), dtype=np.int64)
 
     def take(mask):
         nonlocal at, bad
-        index = at[:, None] + torch.cumsum(mask, 1) - 1
-        found = torch.where(index < count[:, None], words.gather(1, index.clamp(0, last)), torch.zeros_like(index))
+        index = at[:, None] + np.cumsum(mask, 1) - 1
+        found = np.where(index < count[:, None], np.take_along_axis(words, index.clip(0, words.shape[1] - 1), 1), 0)
         at = at + mask.sum(1)
         bad |= at > count
         return found
 
     for t in range(T):
         cls, predicted = _class(model.spread), model.predicted()
+        read = np.zeros_like(predicted)
         for j in range(0, P, LANES):
-            lanes = slice(j, min(j + LANES, D))
-            active = torch.arange(j, j + LANES) < D
-            c = cls[:, j : j + LANES]
-            place = x & ((1 << TOTAL_BITS) - 1)
+            lanes, active = slice(j, j + LANES), np.arange(j, j + LANES) < D
+            place, c = x & ((1 << TOTAL_BITS) - 1), cls[:, lanes]
             s = symbol_at[c, place]
-            refilled = freq_of[c, s] * (x >> TOTAL_BITS) + place - start_of[c, s]
-            x = torch.where(active, refilled, x)
+            x = np.where(active, freq_of[c, s] * (x >> TOTAL_BITS) + place - start_of[c, s], x)
             mask = (x < 1 << 16) & active
-            x = torch.where(mask, (x << 16) | take(mask), x)
+            x = np.where(mask, (x << 16) | take(mask), x)
+            value = predicted[:, lanes] + s - REACH
             escape = (s == ESCAPE) & active
-            value = predicted[:, j : j + LANES] + s - REACH
-            if bool(escape.any()):
-                raw16 = take(escape)
-                value = torch.where(escape, torch.where(raw16 >= 1 << 15, raw16 - (1 << 16), raw16), value)
-            k[:, t, lanes] = value[:, : lanes.stop - j].clamp(-32767, 32767)
-        model.learn(k[:, t], k[:, t] - predicted)
+            if escape.any():
+                value = np.where(escape, take(escape).astype(np.uint16).view(np.int16), value)
+            read[:, lanes] = np.where(active, value, 0)
+        k[:, t] = read.clip(-32767, 32767)
+        model.learn(k[:, t], read - predicted)
     bad |= (at != count) | ((x >> 16) != 1).any(1)
-    low = torch.stack([x & 255, x >> 8 & 255], 2).flatten(1)
-    row_bytes = torch.zeros((n, T), dtype=torch.int64)
+    low = np.stack([x & 255, x >> 8 & 255], 2).reshape(n, -1)
+    row_bytes = np.zeros((n, T), dtype=np.int64)
     row_bytes[:, : 2 * LANES] = low[:, :T]
-    rows = torch.from_numpy(rows)
     bad |= (low[:, T:] != 0).any(1) | (~rows & (low != 0).any(1))
     if T > 2 * LANES:
-        more = torch.from_numpy(raw[:, STREAM_AT : STREAM_AT + T - 2 * LANES].astype(np.int64))
-        row_bytes[:, 2 * LANES :] = torch.where(rows[:, None], more, torch.zeros_like(more))
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        raise InputError(f"codec ecq: slot {first}: the stream does not end where its header says")
-    step = _step_value(torch.from_numpy(h["step"].astype(np.int64))[:, None] - 2 * row_bytes)
-    return k[:, :, :D], step, head
+        row_bytes[:, 2 * LANES :] = raw[:, STREAM_AT : STREAM_AT + T - 2 * LANES] * rows[:, None]
+    if bad.any():
+        raise InputError(f"codec ecq: slot {bad.argmax()}: the stream does not end where its header says")
+    step = _step_value(torch.from_numpy(h["step"].astype(np.int64)[:, None] - 2 * row_bytes))
+    device = slots.device
+    return torch.from_numpy(k[:, :, :D]).to(device), step.to(device), torch.from_numpy(head).to(device)
 
 
 CODEC = Ecq

@@ -9,6 +9,7 @@ from coldkv.atomic import check_output
 from coldkv.errors import InputError
 from coldkv.options import (
     backend_option,
+    center_option,
     dump_options,
     dump_paths,
     opened_dump,
@@ -24,11 +25,14 @@ from coldkv.options import (
 @click.option(
     "--codec", "codecs", multiple=True, metavar="ID[:KEY=VALUE,...]", help="Codec; repeatable. [default: all that fit]"
 )
+@center_option
 @backend_option
 @dump_options
 @click.option("--results", metavar="FILE", help="Write the result file here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result document instead of the tables.")
-def command(dumps, table, tier, codecs, backend, sample, layers, geometry, page_tokens, nan, results, as_json) -> None:
+def command(
+    dumps, table, tier, codecs, center_k, backend, sample, layers, geometry, page_tokens, nan, results, as_json
+) -> None:
     """Measure codecs on KV dumps: real bytes and distortion.
 
     Every whole page of every layer goes through its hot tier, each codec and back. Tokens of a last partial page stay
@@ -41,7 +45,7 @@ def command(dumps, table, tier, codecs, backend, sample, layers, geometry, page_
     if results:
         check_output(results, *paths.values(), table, geometry)
     chosen_table = resolve_table(table, tier)
-    wanted = resolve_codecs(codecs)
+    wanted = resolve_codecs(codecs, center_k)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(opened_dump(path, geometry, page_tokens)) for name, path in paths.items()}
         assignments = {}

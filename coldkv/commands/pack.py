@@ -8,6 +8,7 @@ from coldkv.atomic import check_output
 from coldkv.errors import InputError
 from coldkv.options import (
     backend_option,
+    center_option,
     dump_options,
     dump_paths,
     opened_dump,
@@ -30,6 +31,7 @@ DEFAULT_CODEC = "e2m1-g16"
     metavar="ID",
     help=f"Codec; repeatable: each plane takes the first that fits. [default: {DEFAULT_CODEC}]",
 )
+@center_option
 @backend_option
 @click.option(
     "--cold-policy",
@@ -58,8 +60,8 @@ DEFAULT_CODEC = "e2m1-g16"
 @dump_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    dump, output, table, tier, codecs, backend, cold_policy, cold_keep_tokens, cold_sink_tokens, cold_host_bytes,
-    sample, layers, geometry, page_tokens, nan, as_json,
+    dump, output, table, tier, codecs, center_k, backend, cold_policy, cold_keep_tokens, cold_sink_tokens,
+    cold_host_bytes, sample, layers, geometry, page_tokens, nan, as_json,
 ) -> None:  # fmt: skip
     """Pack DUMP into a pool file.
 
@@ -71,7 +73,7 @@ def command(
 
     policy = Policy(cold_policy, cold_keep_tokens, cold_sink_tokens, parse_bytes(cold_host_bytes))
     chosen_table = resolve_table(table, tier)
-    wanted = resolve_codecs(codecs)
+    wanted = resolve_codecs(codecs, center_k, (DEFAULT_CODEC,))
     (path,) = dump_paths((dump,) if dump else (), sample).values()
     if not output.endswith(POOL_SUFFIX):
         raise InputError(f"output {output}: expected a name ending in {POOL_SUFFIX}")

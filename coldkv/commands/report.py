@@ -7,7 +7,7 @@ import click
 
 from coldkv.errors import GateFailure, InputError
 
-ROW_IDENTITY = ("file", "dump", "layer", "plane", "head", "tier", "op", "codec")
+ROW_IDENTITY = ("file", "dump", "layer", "plane", "head", "model", "text", "tier", "op", "codec")
 FORMATS = ("table", "json", "csv", "md", "html")
 
 
@@ -19,8 +19,8 @@ FORMATS = ("table", "json", "csv", "md", "html")
     "--rows/--summary",
     "with_rows",
     default=None,
-    help="Show every measured plane, or one line per codec. Default: rows for csv, the summary elsewhere; "
-    "json always holds both.",
+    help="Show every measured plane (eval: every text), or one line per codec. Default: rows for csv, the summary "
+    "elsewhere; json always holds both.",
 )
 @click.option(
     "--baseline",
@@ -35,18 +35,33 @@ FORMATS = ("table", "json", "csv", "md", "html")
     help="Exit 1 if any row matches, e.g. \"codec == 'e2m1-g64' and nmse_hot > 0.02\". "
     "With the prefix summary: it looks at the lines per codec. Repeatable.",
 )
-def command(results, fmt, as_json, with_rows, baseline, expressions) -> None:
+@click.option(
+    "--plot",
+    metavar="FILE",
+    help="Also draw bits per element against KL and NMSE into this .png or .svg. Needs pip install 'coldkv[plot]'.",
+)
+def command(results, fmt, as_json, with_rows, baseline, expressions, plot) -> None:
     """Show result files, and gate on them.
 
-    RESULTS are files written by `measure --results` or `bench --results`. Figures are recomputed from the rows.
+    RESULTS are files written by --results of `measure`, `eval` or `bench`. Figures are recomputed from the rows.
     """
     from coldkv.report.load import load
 
     fmt = "json" if as_json else fmt
     files = [load(path) for path in results]
+    if plot:
+        from coldkv.atomic import check_output
+        from coldkv.report.plot import check_plot
+
+        check_output(plot, *results, baseline)
+        check_plot(plot, files)
     comparison = _compare(files, baseline) if baseline else None
     gates = [_gate(files, expression) for expression in expressions]
     _show(files, fmt, with_rows, comparison, gates)
+    if plot:
+        from coldkv.report.plot import write_plot
+
+        write_plot(plot, files)
 
     failures = []
     if comparison:
@@ -64,7 +79,7 @@ def command(results, fmt, as_json, with_rows, baseline, expressions) -> None:
 
 
 def _compare(files, path):
-    from coldkv.report import bench, compare
+    from coldkv.report import bench, compare, quality
     from coldkv.report.load import load
 
     base = load(path)
@@ -73,6 +88,8 @@ def _compare(files, path):
         raise InputError(f"{other[0].path}: is a {other[0].kind} file, the baseline {path} is a {base.kind} file")
     if base.kind == "bench":
         return bench.compare([row for file in files for row in file.rows], base.rows, path)
+    if base.kind == "eval":
+        return quality.compare([file.doc for file in files], base.doc, path)
     return compare.compare([file.doc for file in files], base.doc, path)
 
 
@@ -128,7 +145,7 @@ def _show(files, fmt, with_rows, comparison, gates) -> None:
 
 
 def _file_json(file) -> dict:
-    from coldkv.report.notes import notes
+    from coldkv.report.sections import notes_of
 
-    found = notes(file.doc) if file.kind == "results" else []
+    found = notes_of(file)
     return {"path": file.path, **file.doc, "notes": [{"level": note.level, "text": note.text} for note in found]}

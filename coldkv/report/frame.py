@@ -5,6 +5,7 @@ import ast
 import pandas as pd
 
 from coldkv.errors import InputError
+from coldkv.evaluation.results import ROW_TYPES as EVAL_TYPES
 from coldkv.report.load import ResultFile
 from coldkv.results import ROW_TYPES
 
@@ -12,7 +13,7 @@ from coldkv.results import ROW_TYPES
 def rows_frame(files: list[ResultFile]) -> pd.DataFrame:
     """All rows of all files; columns as in the schema, then `file`. Missing numbers are NaN."""
     frame = pd.DataFrame([row | {"file": file.path} for file in files for row in file.rows])
-    for column, (kind, _) in ROW_TYPES.items():
+    for column, (kind, _) in (ROW_TYPES | EVAL_TYPES).items():
         if kind is float and column in frame:
             frame[column] = frame[column].astype("float64")
     return frame
@@ -21,9 +22,9 @@ def rows_frame(files: list[ResultFile]) -> pd.DataFrame:
 def summary_frame(files: list[ResultFile]) -> pd.DataFrame:
     """One line per file and codec. Empty if there are only bench files."""
     lines = [
-        line | {"left_hot": ",".join(line["left_hot"]), "file": file.path}
+        line | {"left_hot": _joined(line["left_hot"]), "file": file.path}
         for file in files
-        if file.kind == "results"
+        if file.kind in ("results", "eval")
         for line in file.doc["summary"]["codecs"]
     ]
     frame = pd.DataFrame(lines)
@@ -31,6 +32,10 @@ def summary_frame(files: list[ResultFile]) -> pd.DataFrame:
         if frame[column].isna().all():
             frame[column] = frame[column].astype("float64")
     return frame
+
+
+def _joined(names: list[str] | str) -> str:
+    return names if isinstance(names, str) else ",".join(names)
 
 
 def select(frame: pd.DataFrame, expression: str) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coldkv.report import bench
+from coldkv.report import bench, quality
 from coldkv.report.load import ResultFile
 from coldkv.report.notes import Note, notes
 
@@ -31,6 +31,8 @@ def page(file: ResultFile, *, with_rows: bool) -> Page:
     """The page of one file; `with_rows` adds one line per measured plane."""
     if file.kind == "bench":
         return Page(file.path, _bench_facts(file.doc.get("run")), [_bench(file.rows)], [])
+    if file.kind == "eval":
+        return Page(file.path, _eval_facts(file.doc), _eval_sections(file.doc, with_rows), notes_of(file))
     summary, run = file.doc["summary"], file.doc["run"]
     sections = [_rows(file.rows)] if with_rows else []
     sections += [_sizes(summary), _errors(summary)]
@@ -39,7 +41,12 @@ def page(file: ResultFile, *, with_rows: bool) -> Page:
     claims = _claims(summary)
     if claims.rows:
         sections.append(claims)
-    return Page(file.path, _facts(run), sections, notes(file.doc))
+    return Page(file.path, _facts(run), sections, notes_of(file))
+
+
+def notes_of(file: ResultFile) -> list[Note]:
+    """The notes on a file of any kind."""
+    return {"results": notes, "eval": quality.notes}.get(file.kind, lambda doc: [])(file.doc)
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -161,3 +168,51 @@ def _cell(value) -> str:
     if value is None or isinstance(value, float):
         return number(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _eval_facts(doc: dict) -> list[tuple[str, str]]:
+    run, rows = doc["run"], doc["rows"]
+
+    def all_of(column: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
+
+    git = f" ({run['git']})" if run["git"] else ""
+    names = {"model": run["model_sha256"], "text": run["text_sha256"]}
+    facts = [
+        (what, ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in known.items()))
+        for what, known in names.items()
+    ]
+    return [
+        *facts,
+        ("prefix", f"{all_of('prefix')} tokens, of them cold {all_of('cold_tokens')}; window {all_of('tokens')}"),
+        ("policy", f"{all_of('policy')}, keep {all_of('keep_tokens')}, sink {all_of('sink_tokens')} tokens, pages of "
+         f"{all_of('page_tokens')}"),
+        ("tier", f"{all_of('tier')}, layers {all_of('layers')}"),
+        ("backend", f"{run['backend']} on {run['device']}; the model in {run['compute_dtype']}"),
+        ("coldkv", f"{run['version']}{git}, {run['time_utc']}"),
+    ]  # fmt: skip
+
+
+def _eval_sections(doc: dict, with_rows: bool) -> list[Section]:
+    """One line per codec over all texts; with rows also one per text, if there are several."""
+    several = len(doc["run"]["text_sha256"]) > 1
+    sections = []
+    if with_rows or not several:
+        rows = [[row["text"], *_eval_cells(row)] for row in doc["rows"]]
+        sections.append(Section("By text", ["text", *EVAL_COLUMNS], rows, {"text", "codec"}))
+    if several:
+        rows = [_eval_cells(line) for line in doc["summary"]["codecs"]]
+        sections.append(Section("All texts (p99: the worst text)", EVAL_COLUMNS, rows, {"codec"}))
+    return sections
+
+
+EVAL_COLUMNS = ["codec", "head-pages", "hot bytes", "cold bytes", "ratio", "bits/element", "perplexity", "base"]
+EVAL_COLUMNS += ["KL", "KL p99", "top-1", "needles / base"]
+
+
+def _eval_cells(row: dict) -> list[str]:
+    found = row["needle"]
+    needles = "-" if found is None else f"{found:.0%} / {row['needle_base']:.0%}"
+    counts = [f"{row[column]:,}" for column in ("pages", "hot_bytes", "cold_bytes")]
+    figures = [number(row[column]) for column in ("bits_per_element", "ppl", "ppl_base", "kl_mean", "kl_p99")]
+    return [row["codec"], *counts, times(row["ratio"]), *figures, f"{row['top1']:.1%}", needles]
