@@ -246,6 +246,9 @@ class Ecq(SizedCodec):
         """Structured array of HEADER, one per slot."""
         return np.ascontiguousarray(slots[:, : HEADER.itemsize]).view(HEADER)[:, 0]
 
+    def slot_fields(self, record, geometry, fmt):
+        return _slot_fields(self, record, geometry)
+
     def check_slots(self, slots, geometry, fmt):
         if slots.ndim != 2 or slots.shape[1] < self.least_stride(geometry, fmt):
             return [(0, f"slot length: expected at least {self.least_stride(geometry, fmt)}, found {slots.shape[-1]}")]
@@ -272,6 +275,53 @@ class Ecq(SizedCodec):
             elif slots[i, end:].any() or slots[i, STREAM_AT + _extra_rows(T, bool(one["flags"] & ROWS)) : start].any():
                 problems.append((i, "padding: expected zero bytes"))
         return problems
+
+
+def _row_byte_text(codec: "Ecq", record: bytes, geometry: Geometry) -> str:
+    """The row bytes that the lanes end with, which only decoding finds."""
+    slot = np.frombuffer(record, np.uint8)[None]
+    if not codec.headers(slot)["flags"][0] & ROWS:
+        return "no row bytes: one scale for the page"
+    heads = Geometry(geometry.head_dim, geometry.page_tokens, 256)
+    known = record[15] == 0 or codec._plane is not None
+    if not known or codec.check_slots(slot, heads, "int8"):
+        return "the row bytes come out at the end of decoding"
+    prior = np.zeros((256, geometry.head_dim), np.int64) if codec._plane is None else codec._plane.prior
+    _, row_bytes, bad = _integers(slot, codec.headers(slot), prior, geometry)
+    if bad[0]:
+        return "the stream does not end where its header says: damaged"
+    low, middle, high = (int(part) for part in np.percentile(row_bytes, (0, 50, 100)))
+    return (
+        f"row bytes at the end of decoding: {low} to {high}, median {middle} eighths of an octave below the largest row"
+    )
+
+
+def _slot_fields(codec: "Ecq", record: bytes, geometry: Geometry) -> list[tuple[int, int, str, str]]:
+    h = np.frombuffer(record, HEADER, 1)[0]
+    flags, words = int(h["flags"]), int(h["words"]) & MOST_WORDS
+    names = ((VALID, "valid"), (ROWS, "row bytes"), (COARSER, "coarser than nominal"), (WIDE, "integers beyond int8"))
+    said = [name for bit, name in names if flags & bit] + ([f"unknown bits {flags & ~15:#x}"] if flags > 15 else [])
+    T, rows = geometry.page_tokens, bool(flags & ROWS)
+    extra, start = _extra_rows(T, rows), _stream_at(T, rows)
+    end = min(len(record), start + 2 * words)
+    found = [
+        (0, 4, "magic", "ecq slot" if h["magic"] == MAGIC else f"expected {MAGIC:#010x}, found {h['magic']:#010x}"),
+        (4, 2, "version", str(h["version"])),
+        (6, 1, "flags", ", ".join(said) or "not valid"),
+        (7, 1, "head", str(h["head"])),
+        (8, 2, "step", f"{h['step']}: 2^({h['step']}/16) = {2 ** (int(h['step']) / 16):.6g}, of a row with row byte 0"),
+        (10, 2, "prior", f"{h['prior']}: taken from every channel's prior"),
+        (12, 3, "words", f"{words:,}"),
+        (15, 1, "calibration", "none" if not record[15] else f"sha256 begins with {record[15]:02x}"),
+        (STATES_AT, 4 * LANES, "states", f"{LANES} lanes; {_row_byte_text(codec, record, geometry)}"),
+    ]
+    if extra:
+        beyond = record[STREAM_AT : STREAM_AT + extra]
+        found.append((STREAM_AT, extra, "row bytes", f"rows {2 * LANES}..{T - 1}: {min(beyond)} to {max(beyond)}"))
+    if start > STREAM_AT + extra:
+        found.append((STREAM_AT + extra, start - STREAM_AT - extra, "unused", "zero"))
+    found.append((start, end - start, "stream", f"{8 * (end - start) / geometry.elements:.3f} bits per value"))
+    return found + ([(end, len(record) - end, "unused", "zero")] if end < len(record) else [])
 
 
 def _extra_rows(page_tokens: int, rows: bool) -> int:
@@ -499,17 +549,29 @@ def _read(codec: Ecq, slots, geometry: Geometry):
     """Slots -> integers int64 `[n, T, D]`, steps fp32 `[n, T]`, heads int64 `[n]`. InputError: a damaged stream."""
     import torch
 
-    raw = slots.cpu().numpy()
-    h, n, T, D = codec.headers(raw), slots.shape[0], geometry.page_tokens, geometry.head_dim
+    raw, device = slots.cpu().numpy(), slots.device
+    h = codec.headers(raw)
+    prior = codec.channels(geometry.kv_heads, geometry.head_dim, "cpu")[3].numpy()
+    k, row_bytes, bad = _integers(raw, h, prior, geometry)
+    if bad.any():
+        raise InputError(f"codec ecq: slot {bad.argmax()}: the stream does not end where its header says")
+    step = _step_value(torch.from_numpy(h["step"].astype(np.int64)[:, None] - 2 * row_bytes))
+    return torch.from_numpy(k).to(device), step.to(device), torch.from_numpy(h["head"].astype(np.int64)).to(device)
+
+
+def _integers(raw: np.ndarray, h: np.ndarray, priors: np.ndarray, geometry: Geometry):
+    """Slots with sound headers, priors `[heads, D]` -> integers int64 `[n, T, D]`, row bytes int64 `[n, T]`, bool `[n]`:
+    streams that do not end as they must."""
+    n, T, D = len(raw), geometry.page_tokens, geometry.head_dim
     P, rows = round_up(D, LANES), (h["flags"] & ROWS) != 0
-    head, count = h["head"].astype(np.int64), (h["words"] & MOST_WORDS).astype(np.int64)
+    count = (h["words"] & MOST_WORDS).astype(np.int64)
     words = np.zeros((n, int(count.max(initial=0)) + 1), dtype=np.int64)
     for i in range(n):
         at = _stream_at(T, bool(rows[i]))
         words[i, : count[i]] = raw[i, at : at + 2 * int(count[i])].view("<u2")
     x = np.ascontiguousarray(raw[:, STATES_AT:STREAM_AT]).view("<u4").astype(np.int64)
     prior = np.zeros((n, P), dtype=np.int64)
-    prior[:, :D] = codec.channels(geometry.kv_heads, D, "cpu")[3].numpy()[head]
+    prior[:, :D] = priors[h["head"]]
     model = _Model(_prior_spread(prior - h["prior"].astype(np.int64)[:, None]))
     freq_of, start_of = _starts()
     symbol_at = np.repeat(np.tile(np.arange(256), CLASSES), freq_of.flatten()).reshape(CLASSES, -1)
@@ -548,11 +610,7 @@ def _read(codec: Ecq, slots, geometry: Geometry):
     bad |= (low[:, T:] != 0).any(1) | (~rows & (low != 0).any(1))
     if T > 2 * LANES:
         row_bytes[:, 2 * LANES :] = raw[:, STREAM_AT : STREAM_AT + T - 2 * LANES] * rows[:, None]
-    if bad.any():
-        raise InputError(f"codec ecq: slot {bad.argmax()}: the stream does not end where its header says")
-    step = _step_value(torch.from_numpy(h["step"].astype(np.int64)[:, None] - 2 * row_bytes))
-    device = slots.device
-    return torch.from_numpy(k[:, :, :D]).to(device), step.to(device), torch.from_numpy(head).to(device)
+    return k[:, :, :D], row_bytes, bad
 
 
 CODEC = Ecq

@@ -7,7 +7,9 @@ import click
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
-SLOT_MAGICS = tuple(magic.to_bytes(4, "little") for magic in (0x49384352, 0x3156524E))  # raw, entropy coded
+SLOT_MAGICS = tuple(
+    magic.to_bytes(4, "little") for magic in (0x49384352, 0x3156524E, 0x31514345)
+)  # raw, entropy slot, ecq
 
 
 @click.command("inspect")

@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from coldkv.codecs import Codec, all_codecs
+from coldkv.codecs.ecq import MAGIC as ECQ_MAGIC
 from coldkv.codecs.entropyslot import MAGIC as ENTROPY_MAGIC
 from coldkv.codecs.rawslot import FLAG_ISO3, FLAG_VALID, MAGIC, raw_layout
 from coldkv.errors import InputError
@@ -37,7 +38,7 @@ def read_slot_file(path: str, geometry: Geometry) -> bytes:
     stride = raw_layout(geometry).stride
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        entropy_coded = file.read(4) == ENTROPY_MAGIC.to_bytes(4, "little")
+        entropy_coded = file.read(4) in (magic.to_bytes(4, "little") for magic in (ENTROPY_MAGIC, ECQ_MAGIC))
     if size != stride and not (entropy_coded and size <= MAX_SLOT_BYTES):
         raise InputError(
             f"{path}: expected a slot of {stride} bytes ({geometry.page_tokens} tokens x {geometry.head_dim}), "
