@@ -22,6 +22,7 @@
 #include <cuda_runtime.h>
 #define CKV_HD __host__ __device__ __forceinline__
 #define CKV_DEVICE __device__ __forceinline__
+#define CKV_DEVICE_CALL static __device__ __noinline__  // large, called from several places: one copy
 #define CKV_KERNEL __global__ static void
 #define CKV_SHARED(T, name, n) __shared__ T name[n]
 #define CKV_DYN_SHARED(T, name)                                   \
@@ -41,6 +42,7 @@
 #include "cuda_on_cpu.h"
 #define CKV_HD inline
 #define CKV_DEVICE inline
+#define CKV_DEVICE_CALL static inline
 #define CKV_KERNEL static void
 #define CKV_BUILD_DEVICE 1
 #define CKV_BUILD_HOST 0

@@ -24,7 +24,7 @@ CKV_HD void frequencies(const uint32_t* counts, uint16_t* freq) {
   for (int s = 0; s < kSymbols; ++s) {
     const uint64_t scaled = static_cast<uint64_t>(counts[s]) * kTotal;
     const uint32_t share = total ? static_cast<uint32_t>(scaled / total) : kTotal / kSymbols;
-    rest[s] = share && total ? static_cast<int64_t>(scaled % total) : -1;  // one lifted to 1 has had its share
+    rest[s] = share && total ? static_cast<int64_t>(scaled - share * total) : -1;  // one lifted to 1 has had its share
     freq[s] = static_cast<uint16_t>(share ? share : 1u);
     sum += freq[s];
   }

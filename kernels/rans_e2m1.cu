@@ -95,7 +95,7 @@ extern "C" int ckv_rans_e2m1_lengths_cuda(const ckv_plane_desc* d, const void* c
   int rc = rans_e2m1::check_lengths(d, codes, scales, lengths);
   if (!rc) rc = check_grid(d);
   if (rc || !d->n) return rc;
-  return rans_e2m1::launch_encode<false>(*d, codes, scales, nullptr, 0, lengths, stream);
+  return rans_e2m1::launch_encode(*d, codes, scales, nullptr, 0, lengths, stream);
 }
 
 extern "C" int ckv_rans_e2m1_encode_cuda(const ckv_plane_desc* d, const void* codes, const void* scales, uint8_t* slots, int64_t stride,
@@ -105,7 +105,7 @@ extern "C" int ckv_rans_e2m1_encode_cuda(const ckv_plane_desc* d, const void* co
   if (!rc) rc = check_grid(d);
   if (rc || !d->n) return rc;
   if (!valid) return CKV_E_NULL;
-  return rans_e2m1::launch_encode<true>(*d, codes, scales, slots, stride, valid, stream);
+  return rans_e2m1::launch_encode(*d, codes, scales, slots, stride, valid, stream);
 }
 
 extern "C" int ckv_rans_e2m1_decode_cuda(const ckv_plane_desc* d, const uint8_t* slots, int64_t stride, float* out, void* stream) {

@@ -29,8 +29,8 @@ CKV_DEVICE int64_t warp_max(int64_t x) {
 
 // Nibbles of 16 channels, four bits each from the low end on. `byte` is the scale byte of the channels.
 template <int F, bool kWide>
-CKV_DEVICE uint64_t segment_nibbles(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len, uint8_t byte) {
-  if constexpr (F == CKV_NVFP4 || F == CKV_ISO3) {
+CKV_DEVICE_CALL uint64_t segment_nibbles(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len, uint8_t byte) {
+  if constexpr (F == CKV_NVFP4) {
     uint64_t word = 0;
     if constexpr (kWide) {
       const uint2 q = *reinterpret_cast<const uint2*>(code_row + ch / 2);
@@ -51,7 +51,7 @@ CKV_DEVICE uint64_t segment_nibbles(const uint8_t* code_row, const uint8_t* scal
 
 // Largest magnitude (bits) of the channels [ch, ch + 16) of a row.
 template <int F, bool kWide>
-CKV_DEVICE uint32_t segment_amax(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len) {
+CKV_DEVICE_CALL uint32_t segment_amax(const uint8_t* code_row, const uint8_t* scale_row, int ch, int len) {
   float v[16];
   load_segment<F, kWide>(code_row, scale_row, ch, len, v);
   return segment_amax_bits(v);
@@ -66,6 +66,8 @@ struct Append {
     ++size;
   }
 };
+
+CKV_DEVICE_CALL void frequencies_of(const uint32_t* counts, uint16_t* freq) { rans::frequencies(counts, freq); }
 
 // Nibble counts of the rows [first, last) by the whole warp -> every lane's `counts`; false where a value cannot be held.
 template <int F, bool kWide>
@@ -82,7 +84,7 @@ CKV_DEVICE bool count_half(const uint8_t* codes, const uint8_t* scales, const En
     const int len = active ? (at.D - ch < 16 ? at.D - ch : 16) : 0;
     const uint8_t *c = codes + row * code_row, *s = scales + row * scale_row;
     uint8_t byte = 0;
-    if constexpr (F == CKV_NVFP4 || F == CKV_ISO3) {
+    if constexpr (F == CKV_NVFP4) {
       if (active) bad = bad || not_a_scale(s[j]);
     } else {
       const uint32_t amax = max_of_four_lanes(active ? segment_amax<F, kWide>(c, s, ch, len) : 0);
@@ -112,7 +114,7 @@ CKV_DEVICE void encode_lane(const uint8_t* codes, const uint8_t* scales, const E
     for (int group = (at.g16 - 1) / 4; group >= 0; --group) {
       const int from = 4 * group, to = from + 4 < at.g16 ? from + 4 : at.g16;
       uint8_t byte = 0;
-      if constexpr (F != CKV_NVFP4 && F != CKV_ISO3) {
+      if constexpr (F != CKV_NVFP4) {
         uint32_t amax = 0;
         for (int j = from; j < to; ++j) {
           const uint32_t a = segment_amax<F, kWide>(c, s, 16 * j, at.D - 16 * j < 16 ? at.D - 16 * j : 16);
@@ -122,7 +124,7 @@ CKV_DEVICE void encode_lane(const uint8_t* codes, const uint8_t* scales, const E
       }
       for (int j = to - 1; j >= from; --j) {
         const int len = at.D - 16 * j < 16 ? at.D - 16 * j : 16;
-        if constexpr (F == CKV_NVFP4 || F == CKV_ISO3) byte = s[j];
+        if constexpr (F == CKV_NVFP4) byte = s[j];
         if (tail) tail[static_cast<int64_t>(row) * at.g16 + j] = byte;
         const uint64_t word = segment_nibbles<F, kWide>(c, s, 16 * j, len, byte);
         for (int k = len - 1; k >= 0; --k) x = rans::push(x, symbol[word >> 4 * k & 15u], put);
@@ -132,8 +134,9 @@ CKV_DEVICE void encode_lane(const uint8_t* codes, const uint8_t* scales, const E
   for (int i = 0; i < rans::kStateBytes; ++i) put(static_cast<uint8_t>(x >> 8 * i));
 }
 
-// kWrite: slots and validity words into `slots` and `found`; otherwise lengths into `found`.
-template <int F, bool kWide, bool kWrite>
+// Slots and validity words into `slots` and `found`; without slots, lengths into `found`. One kernel for both, because it takes
+// long to compile.
+template <int F, bool kWide>
 CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, int64_t n, EntropyShape at, uint8_t* slots, int64_t stride, int32_t* found) {
   CKV_SHARED(uint32_t, all_counts, kWarps * rans::kSymbols * 32);
   CKV_SHARED(rans::Symbol, all_symbols, kWarps * kHalves * rans::kSymbols);
@@ -143,14 +146,14 @@ CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, int64_t n,
   rans::Symbol* symbols = all_symbols + warp_id() * kHalves * rans::kSymbols;
   const uint8_t* page_codes = codes + page * at.T * code_row_bytes(F, at.D);
   const uint8_t* page_scales = scales + page * at.T * scale_row_bytes(F, at.D);
-  uint8_t* slot = kWrite ? slots + page * stride : nullptr;
+  uint8_t* slot = slots ? slots + page * stride : nullptr;
   bool ok = true;
   for (int half = 0; half < kHalves; ++half) {
     uint32_t counts[rans::kSymbols];
     uint16_t freq[rans::kSymbols];
     const int first = at.first_row(half * kStreamsPerHalf), last = at.first_row((half + 1) * kStreamsPerHalf);
     ok = count_half<F, kWide>(page_codes, page_scales, at, first, last, all_counts + warp_id() * rans::kSymbols * 32, counts) && ok;
-    rans::frequencies(counts, freq);
+    frequencies_of(counts, freq);
     if (lane == 0) {
       uint32_t start = 0;
       for (int s = 0; s < rans::kSymbols; ++s) {
@@ -161,71 +164,70 @@ CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, int64_t n,
   }
   __syncwarp();
   // Each stream is written where it can have its whole budget, and moved down to its neighbour once all lengths are known.
-  const int64_t budget = kWrite ? at.budget(stride) : 0, begin = static_cast<int64_t>(sizeof(EntropyHeader)) + lane * budget;
-  Append put = {kWrite ? slot + begin : nullptr, budget, 0};
+  const int64_t budget = slots ? at.budget(stride) : 0, begin = static_cast<int64_t>(sizeof(EntropyHeader)) + lane * budget;
+  Append put = {slots ? slot + begin : nullptr, budget, 0};
   if (ok && at.rows_of(lane))
     encode_lane<F, kWide>(page_codes, page_scales, at, lane, symbols + lane / kStreamsPerHalf * rans::kSymbols,
-                          kWrite ? slot + stride - at.tail : nullptr, put);
+                          slots ? slot + stride - at.tail : nullptr, put);
   const int64_t longest = warp_max(put.size);
-  if constexpr (!kWrite) {
+  if (!slots) {
     if (lane == 0) found[page] = ok ? static_cast<int32_t>(at.bytes_for(longest)) : kNeverFits;
-  } else {
-    ok = ok && longest <= budget;
-    __syncwarp();
-    if (!ok) {
-      for (int64_t i = lane; i < stride; i += 32) slot[i] = 0;
-      if (lane == 0) found[page] = 0;
-      return;
+    return;
+  }
+  ok = ok && longest <= budget;
+  __syncwarp();
+  if (!ok) {
+    for (int64_t i = lane; i < stride; i += 32) slot[i] = 0;
+    if (lane == 0) found[page] = 0;
+    return;
+  }
+  const uint32_t size = static_cast<uint32_t>(put.size);
+  uint32_t end = size;  // of this lane's stream, by a scan over the lanes
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t below = __shfl_up_sync(kFullWarp, end, step);
+    end += lane >= step ? below : 0;
+  }
+  end += sizeof(EntropyHeader);
+  for (int g = 1; g < at.streams; ++g) {
+    const uint32_t bytes = __shfl_sync(kFullWarp, size, g), to = __shfl_sync(kFullWarp, end, g) - bytes;
+    const int64_t from = static_cast<int64_t>(sizeof(EntropyHeader)) + g * budget;
+    for (uint32_t done = 0; done < bytes; done += 32) {  // never upwards, so 32 bytes at a time are safe
+      const bool mine = done + static_cast<uint32_t>(lane) < bytes;
+      const uint8_t byte = mine ? slot[from + done + lane] : static_cast<uint8_t>(0);
+      __syncwarp();
+      if (mine) slot[to + done + lane] = byte;
+      __syncwarp();
     }
-    const uint32_t size = static_cast<uint32_t>(put.size);
-    uint32_t end = size;  // of this lane's stream, by a scan over the lanes
-    for (int step = 1; step < 32; step *= 2) {
-      const uint32_t below = __shfl_up_sync(kFullWarp, end, step);
-      end += lane >= step ? below : 0;
-    }
-    end += sizeof(EntropyHeader);
-    for (int g = 1; g < at.streams; ++g) {
-      const uint32_t bytes = __shfl_sync(kFullWarp, size, g), to = __shfl_sync(kFullWarp, end, g) - bytes;
-      const int64_t from = static_cast<int64_t>(sizeof(EntropyHeader)) + g * budget;
-      for (uint32_t done = 0; done < bytes; done += 32) {  // never upwards, so 32 bytes at a time are safe
-        const bool mine = done + static_cast<uint32_t>(lane) < bytes;
-        const uint8_t byte = mine ? slot[from + done + lane] : static_cast<uint8_t>(0);
-        __syncwarp();
-        if (mine) slot[to + done + lane] = byte;
-        __syncwarp();
-      }
-    }
-    const int64_t used = __shfl_sync(kFullWarp, end, 31);
-    for (int64_t i = used + lane; i < stride - at.tail; i += 32) slot[i] = 0;
-    EntropyHeader* header = reinterpret_cast<EntropyHeader*>(slot);
-    HalfHeader& mine = header->half[lane / kStreamsPerHalf];
-    const int t = lane % kStreamsPerHalf;
-    mine.freq[t] = symbols[lane].freq;
-    mine.offset[t] = end - size;
-    if (t == kStreamsPerHalf - 1) mine.offset[t + 1] = end;
-    for (int i = lane; i < 28 * kHalves; i += 32) header->half[i / 28].reserved[i % 28] = 0;
-    for (int i = lane; i < 56; i += 32) header->reserved[i] = 0;
-    if (lane == 0) {
-      header->magic = kEntropyMagic;
-      header->version = kVersion;
-      header->flags = kFlagValid;
-      found[page] = 1;
-    }
+  }
+  const int64_t used = __shfl_sync(kFullWarp, end, 31);
+  for (int64_t i = used + lane; i < stride - at.tail; i += 32) slot[i] = 0;
+  EntropyHeader* header = reinterpret_cast<EntropyHeader*>(slot);
+  HalfHeader& mine = header->half[lane / kStreamsPerHalf];
+  const int t = lane % kStreamsPerHalf;
+  mine.freq[t] = symbols[lane].freq;
+  mine.offset[t] = end - size;
+  if (t == kStreamsPerHalf - 1) mine.offset[t + 1] = end;
+  for (int i = lane; i < 28 * kHalves; i += 32) header->half[i / 28].reserved[i % 28] = 0;
+  for (int i = lane; i < 56; i += 32) header->reserved[i] = 0;
+  if (lane == 0) {
+    header->magic = kEntropyMagic;
+    header->version = kVersion;
+    header->flags = kFlagValid;
+    found[page] = 1;
   }
 }
 
 inline unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kWarps - 1) / kWarps); }
 
-template <bool kWrite>
-int launch_encode(const ckv_plane_desc& d, const void* codes, const void* scales, uint8_t* slots, int64_t stride, int32_t* found, void* stream) {
+inline int launch_encode(const ckv_plane_desc& d, const void* codes, const void* scales, uint8_t* slots, int64_t stride, int32_t* found, void* stream) {
   const EntropyShape at(d.page_tokens, d.head_dim);
   const uint8_t *c = static_cast<const uint8_t*>(codes), *s = static_cast<const uint8_t*>(scales);
-  with_format(d.format, [&](auto tag) {
-    constexpr int F = decltype(tag)::value;
+  with_format(d.format == CKV_ISO3 ? CKV_NVFP4 : d.format, [&](auto tag) {  // stored nibbles are stored nibbles
+    constexpr int F = decltype(tag)::value == CKV_ISO3 ? CKV_NVFP4 : decltype(tag)::value;
     if (d.head_dim % 16 == 0)
-      CKV_LAUNCH((encode_kernel<F, true, kWrite>), blocks_for(d.n), kBlock, stream, c, s, d.n, at, slots, stride, found);
+      CKV_LAUNCH((encode_kernel<F, true>), blocks_for(d.n), kBlock, stream, c, s, d.n, at, slots, stride, found);
     else
-      CKV_LAUNCH((encode_kernel<F, false, kWrite>), blocks_for(d.n), kBlock, stream, c, s, d.n, at, slots, stride, found);
+      CKV_LAUNCH((encode_kernel<F, false>), blocks_for(d.n), kBlock, stream, c, s, d.n, at, slots, stride, found);
   });
   return launch_status();
 }

@@ -11,12 +11,12 @@ import golden_table
 import torch
 
 from coldkv import native
-from coldkv.backends import TorchBackend
+from coldkv.backends import TorchBackend, fitted
 from coldkv.codecs import get_codec
-from coldkv.errors import ToolError
+from coldkv.errors import InputError, ToolError
 from coldkv.formats import FORMATS
 from coldkv.geometry import Geometry
-from coldkv.tiers import HotPlane
+from coldkv.tiers import HotPlane, empty_plane
 
 ORACLE = TorchBackend()
 CASES = {}
@@ -191,3 +191,60 @@ def no_pages(backend) -> None:
         assert slots.shape[0] == valid.shape[0] == 0
         assert backend.decode(codec, slots, geometry, fmt).shape == (0, 16, 64)
         assert backend.restore(codec, slots, geometry, fmt).codes.shape[0] == 0
+
+
+# ---- slots sized by length -------------------------------------------------------------------------------------------
+
+
+@case
+def pages_that_need_more_than_the_stride(backend) -> None:
+    """Lengths are the oracle's; a head-page over the stride is refused with an all-zero slot, others are not."""
+    for codec_id, fmt in golden_table.PAIRS:
+        codec, geometry = get_codec(codec_id), Geometry(72, 37)
+        if not codec.sized or codec.native is None:
+            continue
+        x = values(9, 37, 72)
+        x[::2, :, ::3] = 0
+        plane = ORACLE.quantize(fmt, x)
+        lengths = ORACLE.lengths(codec, plane, geometry)
+        assert same(backend.lengths(codec, plane, geometry), lengths)
+        tight = codec.with_stride(int(lengths.float().median()) // 16 * 16)
+        expected, found = ORACLE.encode(tight, plane, geometry), backend.encode(tight, plane, geometry)
+        assert 0 < int(expected[1].sum()) < 9 and same(found[1], expected[1]) and same(found[0], expected[0])
+
+
+@case
+def damaged_streams(backend) -> None:
+    """Damaged bytes: NaN in the whole head-page or the oracle's values, and no access outside."""
+    generator = torch.Generator().manual_seed(backend.shim.seed)
+    for codec_id, fmt in golden_table.PAIRS:
+        codec, geometry = get_codec(codec_id), Geometry(64, 40)
+        if not codec.sized or codec.native is None:
+            continue
+        plane = ORACLE.quantize(fmt, values(24, 40, 64))
+        codec = fitted(codec, plane, geometry, ORACLE)
+        slots, _ = ORACLE.encode(codec, plane, geometry)
+        expected = ORACLE.decode(codec, slots, geometry, fmt)
+        bad = slots.clone()
+        for page in range(1, 24):
+            most = (320, 264, slots.shape[1])[page % 3]
+            for _ in range(page % 4):
+                at = int(torch.randint(most, (1,), generator=generator))
+                bad[page, at] = int(torch.randint(256, (1,), generator=generator))
+        out = backend._empty((24, 40, 64), torch.float32)
+        stride, desc = ctypes.c_int64(slots.shape[1]), backend._desc(fmt, 24, geometry)
+        backend._call(f"{codec.native}_decode", desc, bad, stride, out)
+        for page in range(24):
+            if out[page].isnan().all():
+                assert not same(bad[page], slots[page])
+                continue
+            try:
+                assert same(out[page], ORACLE.decode(codec, bad[page : page + 1], geometry, fmt)[0])
+            except InputError as error:  # the oracle also looks at bytes that decoding does not need
+                assert any(word in str(error) for word in ("reserved", "between", "scale at")), error
+        assert same(out[0], expected[0]) and out.flatten(1).isnan().all(dim=1).any()
+        back = codec.restored_format(fmt)
+        restored = empty_plane(back, 24, geometry)
+        scales = ctypes.c_void_p(None) if restored.scales is None else restored.scales
+        backend._call(f"{codec.native}_restore", desc, bad, stride, restored.codes, scales)
+        assert torch.equal(ORACLE.dequantize(restored)[0], expected[0])  # but for -0, which int8 has not
