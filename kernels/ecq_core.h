@@ -39,7 +39,7 @@ constexpr int kMinStep = -1920, kMaxStep = 1920;  // sixteenths of an octave: 2^
 constexpr int kMostStep = 1680;                   // of a header: no encoder writes more, and restored values stay finite
 
 CKV_HD float sixteenth(int i) {  // 2^(i/16), i = 0..15, nearest fp32
-  constexpr float k[16] = {0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f, 0x1.306fep+0f,  0x1.3dea64p+0f,
+  static constexpr float k[16] = {0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f, 0x1.306fep+0f,  0x1.3dea64p+0f,
                            0x1.4bfdaep+0f, 0x1.5ab07ep+0f, 0x1.6a09e6p+0f, 0x1.7a1148p+0f, 0x1.8ace54p+0f, 0x1.9c4918p+0f,
                            0x1.ae89fap+0f, 0x1.c199bep+0f, 0x1.d5818ep+0f, 0x1.ea4afap+0f};
   return k[i];
@@ -76,7 +76,7 @@ constexpr int32_t kMostSpread = kReach << 10;
 
 // 1024 * 2^(d/16), clamped to 0..kMostSpread: the spread that a prior of d sixteenths of an octave stands for.
 CKV_HD int32_t prior_spread(int d) {
-  constexpr uint16_t k[16] = {32768, 34219, 35734, 37316, 38968, 40693, 42495, 44376, 46341, 48393, 50535, 52773, 55109, 57549, 60097, 62757};
+  static constexpr uint16_t k[16] = {32768, 34219, 35734, 37316, 38968, 40693, 42495, 44376, 46341, 48393, 50535, 52773, 55109, 57549, 60097, 62757};
   if (d >= 112) return kMostSpread;
   if (d < -160) return 0;
   const int e = d >> 4;

@@ -109,6 +109,18 @@ CKV_DEVICE int dp4a_s8(int a, int b, int c) {
 #endif
 }
 
+// Two finite numbers as bf16, nearest, ties to even: `low` in the lower half.
+CKV_DEVICE uint32_t bf16_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
+  const auto rounded = [](float x) { return (bits_of(x) + 0x7FFFu + (bits_of(x) >> 16 & 1u)) >> 16; };
+  return rounded(low) | rounded(high) << 16;
+#endif
+}
+
 // D[16x8] += A[16x32] * B[32x8], int8 in, int32 out, by one whole warp. With g = lane / 4, t = lane % 4, and four neighbouring
 // values of k per register, lowest byte first: a[0], a[1] hold rows g, g + 8 at k = 4t; a[2], a[3] the same rows at k = 4t + 16;
 // b[0], b[1] hold column g at k = 4t, 4t + 16; d[0], d[1] are row g, columns 2t, 2t + 1; d[2], d[3] row g + 8.

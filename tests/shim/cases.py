@@ -59,7 +59,9 @@ def golden_rows(codec_id: str, fmt: str, seed: int) -> list[dict]:
     """The table's rows of up to LARGEST_ROW elements: the odd shapes, and a third of the others for each seed."""
     rows = golden_table.read(codec_id, fmt)
     usual, odd = rows[: -len(golden_table.ODD_SHAPES)], rows[-len(golden_table.ODD_SHAPES) :]
-    small = [r for r in usual if r["head_dim"] * r["kv_heads"] * r["page_tokens"] <= LARGEST_ROW]
+    # a codec that tries several steps goes over a page many times
+    largest = LARGEST_ROW // 6 if codec_id in golden_table.VARIANTS else LARGEST_ROW
+    small = [r for r in usual if r["head_dim"] * r["kv_heads"] * r["page_tokens"] <= largest]
     return small[seed % 3 :: 3] + odd
 
 
