@@ -113,10 +113,13 @@ def time_format(
 
 
 def _sets_of_buffers(codecs, fmt: str, geometry: Geometry, head_pages: int) -> int:
-    """How many sets it takes for the smallest operation to go through four times the L2 before it meets a set again."""
+    """How many sets it takes for the smallest operation to go through four times the L2 before it meets a set again.
+
+    Slots whose size is not chosen yet are taken for twice the hot page, more than they will be.
+    """
     fitting = [codec for codec in codecs if codec.fits(fmt)]
     hot, fp32 = FORMATS[fmt].bytes(geometry), 4 * geometry.page_tokens * geometry.head_dim
-    slots = [codec.slot_bytes(geometry, fmt) for codec in fitting]
+    slots = [2 * hot if codec.needs_stride else codec.slot_bytes(geometry, fmt) for codec in fitting]
     smallest = head_pages * (hot + min(slots, default=fp32))
     back = [FORMATS[codec.restored_format(fmt)].bytes(geometry) for codec in fitting]
     buffers = 2 * fp32 + fp32 // 2 + 2 * hot + sum(2 * size for size in slots) + sum(back)

@@ -22,6 +22,18 @@ CKV_DEVICE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector
 #endif
 }
 
+// Bits of a where the mask is set, of b elsewhere. One instruction, which compilers miss once they know some of the bits.
+template <uint32_t kMask>
+CKV_DEVICE uint32_t select_bits(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "n"(kMask));
+  return r;
+#else
+  return (a & kMask) | (b & ~kMask);
+#endif
+}
+
 // sum + the four products of bytes, unsigned.
 CKV_DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b, uint32_t sum) {
 #if defined(__CUDA_ARCH__)

@@ -79,12 +79,18 @@ CKV_DEVICE float largest_code(const float* tiny) {
   return most * kUp126;
 }
 
+// Shifts to the left by 2 and by 6, as factors. They come to a kernel as an argument: a constant would be turned into a shift, and
+// shifts compete with all the other integer instructions for one pipe, while multiplications go to the less busy one.
+struct ShiftFactors {
+  uint32_t two = 4, six = 64;
+};
+
 // E2M1 indices of eight codes, one in each nibble. ratio = scale of the codes * raised reciprocal of s; no |code| may be 6.5 s.
-CKV_DEVICE uint32_t index_word(const float* tiny, float ratio) {
+CKV_DEVICE uint32_t index_word(const float* tiny, float ratio, ShiftFactors by) {
   uint32_t pair[4];
   for (int i = 0; i < 4; ++i) {  // the even code's index goes to bits 24..26, the odd one's to 28..30; what is below does not matter
-    const uint32_t even = bits_of(tiny[2 * i] * ratio) * 4u + 0x00800000u, odd = bits_of(tiny[2 * i + 1] * ratio) * 64u + 0x08000000u;
-    pair[i] = (even & 0x0FFFFFFFu) | (odd & 0xF0000000u);
+    const uint32_t even = bits_of(tiny[2 * i] * ratio) * by.two + 0x00800000u, odd = bits_of(tiny[2 * i + 1] * ratio) * by.six + 0x08000000u;
+    pair[i] = select_bits<0x0FFFFFFFu>(even, odd);
   }
   return permute_bytes(permute_bytes(pair[0], pair[1], 0x0073u), permute_bytes(pair[2], pair[3], 0x7300u), 0x7610u);
 }

@@ -32,14 +32,14 @@ CKV_DEVICE uint32_t with_signs(uint32_t index, uint32_t signs) {
 // ---- int8 codes -------------------------------------------------------------------------------------------------------------
 
 // As index_word(), for values up to 7.5 scales.
-CKV_DEVICE uint32_t clamped_index_word(const float* tiny, float ratio) {
+CKV_DEVICE uint32_t clamped_index_word(const float* tiny, float ratio, ShiftFactors by) {
   float x[8];
   for (int i = 0; i < 8; ++i) x[i] = fminf(float_of(bits_of(tiny[i] * ratio) & 0x7FFFFFFFu), 6.0f * kDown126);
-  return index_word(x, 1.0f);
+  return index_word(x, 1.0f, by);
 }
 
 // 16 codes whose scale is h, finite; nibbles and u.
-CKV_DEVICE Choice choose(const uint32_t* codes, float h) {
+CKV_DEVICE Choice choose(const uint32_t* codes, float h, ShiftFactors by) {
   float tiny[16];
   for (int i = 0; i < 4; ++i) codes_to_tiny(codes[i], tiny + 4 * i);
   const uint32_t h_bits = bits_of(h) & 0x7FFFFFFFu;
@@ -59,7 +59,7 @@ CKV_DEVICE Choice choose(const uint32_t* codes, float h) {
     const float ratio = scale * raised_reciprocal(g16::u_value(u));
     uint32_t word[2], A = 0, B = 0;
     for (int half = 0; half < 2; ++half) {
-      word[half] = j ? index_word(tiny + 8 * half, ratio) : clamped_index_word(tiny + 8 * half, ratio);
+      word[half] = j ? index_word(tiny + 8 * half, ratio, by) : clamped_index_word(tiny + 8 * half, ratio, by);
       for (int part = 0; part < 2; ++part) {
         const uint32_t q2 = permute_bytes(0x03020100u, 0x0C080604u, word[half] >> 16 * part);
         A = dot_bytes(q2, magnitude[2 * half + part], A);
@@ -77,7 +77,7 @@ CKV_DEVICE Choice choose(const uint32_t* codes, float h) {
     const int u = g16::canonical_even(best.u);
     if (u != best.u) {
       const float ratio = scale * raised_reciprocal(g16::u_value(u));
-      best.u = u, best.word[0] = clamped_index_word(tiny, ratio), best.word[1] = clamped_index_word(tiny + 8, ratio);
+      best.u = u, best.word[0] = clamped_index_word(tiny, ratio, by), best.word[1] = clamped_index_word(tiny + 8, ratio, by);
     }
   }
   const uint32_t flip = h < 0.0f ? 0x88888888u : 0u;
@@ -207,13 +207,13 @@ struct Loaded {
     raw_scale = load_scale<F>(page.scales, scale_index<F>(i, page.lanes));
   }
   // Largest magnitude of the group (bits); `choice` is set where that is finite and not too large.
-  CKV_DEVICE uint32_t search(const Groups<F, kWide>&, int, Choice* choice) const {
+  CKV_DEVICE uint32_t search(const Groups<F, kWide>&, int, ShiftFactors by, Choice* choice) const {
     const float s = scale_value<F>(raw_scale);
     if constexpr (F == CKV_INT8) {
       float tiny[16];
       for (int i = 0; i < 4; ++i) codes_to_tiny(q.word[i], tiny + 4 * i);
       const uint32_t amax = bits_of(largest_code(tiny) * s) & 0x7FFFFFFFu;
-      if (!not_finite(amax)) *choice = choose(q.word, s);
+      if (!not_finite(amax)) *choice = choose(q.word, s, by);
       return amax;
     } else {
       float v[16];
@@ -227,7 +227,7 @@ struct Loaded {
 template <int F>
 struct Loaded<F, false> {
   CKV_DEVICE void load(const Groups<F, false>&, int) {}
-  CKV_DEVICE uint32_t search(const Groups<F, false>& page, int i, Choice* choice) const {
+  CKV_DEVICE uint32_t search(const Groups<F, false>& page, int i, ShiftFactors, Choice* choice) const {
     float v[16];
     page.values(i, v);
     const uint32_t amax = segment_amax_bits(v);
@@ -261,7 +261,8 @@ CKV_DEVICE uint8_t recode(const Groups<F, kWide>& page, int i, float P, uint8_t*
 }
 
 template <int F, bool kWide>
-CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
+CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, ShiftFactors by, uint8_t* slots, int64_t stride,
+                         int32_t* valid) {
   CKV_SHARED(uint16_t, kept, kKept);
   CKV_SHARED(int, u_max, 1);
   CKV_SHARED(int, page_amax, 1);
@@ -285,7 +286,7 @@ CKV_KERNEL encode_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape 
     for (int i = begin + thread; i < end; i += threads) {
       if (i + threads < end) next.load(page, i + threads);  // under way while this group is searched
       Choice choice = {g16::kTinyGroup, {0u, 0u}};
-      my_amax = larger(my_amax, now.search(page, i, &choice));
+      my_amax = larger(my_amax, now.search(page, i, by, &choice));
       my_u = larger(my_u, static_cast<uint32_t>(choice.u));
       store_nibbles<kWide>(choice.word, page.length(i), nibbles + page.nibbles_at(i));
       if (i < kept_end) kept[i - begin] = static_cast<uint16_t>(choice.u);
@@ -330,9 +331,9 @@ inline int launch_encode(const ckv_plane_desc& d, const void* codes, const void*
     constexpr int F = decltype(tag)::value;
     if constexpr ((kAccepts >> F & 1u) != 0) {
       if (shape.D % 16 == 0)
-        CKV_LAUNCH((encode_kernel<F, true>), grid, block, stream, c, s, shape, slots, stride, valid);
+        CKV_LAUNCH((encode_kernel<F, true>), grid, block, stream, c, s, shape, ShiftFactors{}, slots, stride, valid);
       else
-        CKV_LAUNCH((encode_kernel<F, false>), grid, block, stream, c, s, shape, slots, stride, valid);
+        CKV_LAUNCH((encode_kernel<F, false>), grid, block, stream, c, s, shape, ShiftFactors{}, slots, stride, valid);
     }
   });
   return launch_status();

@@ -12,7 +12,7 @@ enum Outcome { kDone, kBeyondReach, kNotFinite };
 // The part of a group that one lane holds, kLanes lanes making a whole one: the group's scale byte, and the nibbles of this part
 // unless they need the comparisons. All lanes of a warp take part.
 template <int F, int kLanes>
-CKV_DEVICE Outcome encode_part(const Packed<F>* q, const uint32_t* raw_scale, uint32_t* word, uint8_t* byte) {
+CKV_DEVICE Outcome encode_part(const Packed<F>* q, const uint32_t* raw_scale, ShiftFactors by, uint32_t* word, uint8_t* byte) {
   using Alphabet = typename AlphabetOf<F>::type;
   constexpr int kSegments = 4 / kLanes;
   if constexpr (F == CKV_INT8) {
@@ -27,7 +27,7 @@ CKV_DEVICE Outcome encode_part(const Packed<F>* q, const uint32_t* raw_scale, ui
     if (!(h > 0.0f && amax <= Reach<Alphabet>::kScales * s)) return kBeyondReach;  // also scales that no quantizer writes
     const float ratio = h * raised_reciprocal(s);
     for (int i = 0; i < 2 * kSegments; ++i)
-      word[i] = index_word(tiny + 8 * i, ratio) | sign_word(q[i / 2].word[i % 2 * 2], q[i / 2].word[i % 2 * 2 + 1]);
+      word[i] = index_word(tiny + 8 * i, ratio, by) | sign_word(q[i / 2].word[i % 2 * 2], q[i / 2].word[i % 2 * 2 + 1]);
   } else {
     float v[16 * kSegments];
     uint32_t most = 0;
@@ -80,7 +80,8 @@ struct Item {
 
 // Rows are multiples of 64 channels: nothing depends on where a row ends.
 template <int F>
-CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
+CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, ShiftFactors by, uint8_t* slots, int64_t stride,
+                                int32_t* valid) {
   constexpr int kSegments = Item<F>::kSegments, kAtOnce = Item<F>::kBytes == 32 ? 2 : 4;
   const unsigned row_items = static_cast<unsigned>(shape.g16) / kSegments, total = static_cast<unsigned>(shape.T) * row_items;
   const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * total * Item<F>::kBytes;
@@ -103,7 +104,7 @@ CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, Slo
       const unsigned i = mine + u * blockDim.x;
       uint32_t word[2 * kSegments];
       uint8_t byte = 0;
-      const Outcome outcome = encode_part<F, Item<F>::kLanes>(item[u].q, item[u].raw, word, &byte);
+      const Outcome outcome = encode_part<F, Item<F>::kLanes>(item[u].q, item[u].raw, by, word, &byte);
       if (i >= total) continue;
       bad = bad || outcome == kNotFinite;
       if (outcome == kBeyondReach) beyond |= 1u << u, beyond_bytes |= static_cast<uint32_t>(byte) << 8 * u;
@@ -125,7 +126,8 @@ CKV_KERNEL encode_linear_kernel(const uint8_t* codes, const uint8_t* scales, Slo
 
 // Rows of any length. kWide: multiples of 16 channels.
 template <int F, bool kWide>
-CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, uint8_t* slots, int64_t stride, int32_t* valid) {
+CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotShape shape, ShiftFactors by, uint8_t* slots, int64_t stride,
+                                int32_t* valid) {
   const int code_row = static_cast<int>(code_row_bytes(F, shape.D)), scale_row = static_cast<int>(scale_row_bytes(F, shape.D));
   const uint8_t* page_codes = codes + static_cast<int64_t>(blockIdx.x) * shape.T * code_row;
   const uint8_t* page_scales = scales + static_cast<int64_t>(blockIdx.x) * shape.T * scale_row;
@@ -148,7 +150,7 @@ CKV_KERNEL encode_rows_kernel(const uint8_t* codes, const uint8_t* scales, SlotS
         q.load(page_codes + row * code_row + j * Packed<F>::kBytes);
         raw = load_scale<F>(page_scales + row * scale_row, scale_index<F>(j, lanes));
       }
-      outcome = encode_part<F, 4>(&q, &raw, word, &byte);
+      outcome = encode_part<F, 4>(&q, &raw, by, word, &byte);
       if (outcome == kBeyondReach) encode_beyond_reach<F>(q, raw, byte, word);
     } else {
       using Alphabet = typename AlphabetOf<F>::type;
@@ -178,11 +180,11 @@ inline int launch_encode(const ckv_plane_desc& d, const void* codes, const void*
   with_format(d.format, [&](auto tag) {
     constexpr int F = decltype(tag)::value;
     if (shape.D % 64 == 0)
-      CKV_LAUNCH((encode_linear_kernel<F>), grid, block, stream, c, s, shape, slots, stride, valid);
+      CKV_LAUNCH((encode_linear_kernel<F>), grid, block, stream, c, s, shape, ShiftFactors{}, slots, stride, valid);
     else if (shape.D % 16 == 0)
-      CKV_LAUNCH((encode_rows_kernel<F, true>), grid, kBlock, stream, c, s, shape, slots, stride, valid);
+      CKV_LAUNCH((encode_rows_kernel<F, true>), grid, kBlock, stream, c, s, shape, ShiftFactors{}, slots, stride, valid);
     else
-      CKV_LAUNCH((encode_rows_kernel<F, false>), grid, kBlock, stream, c, s, shape, slots, stride, valid);
+      CKV_LAUNCH((encode_rows_kernel<F, false>), grid, kBlock, stream, c, s, shape, ShiftFactors{}, slots, stride, valid);
   });
   return launch_status();
 }

@@ -7,6 +7,7 @@ since their order of addition is each backend's own.
 import numpy as np
 import torch
 
+from coldkv.backends import fitted
 from coldkv.codecs import all_codecs
 from coldkv.formats import FORMATS
 from coldkv.geometry import Geometry
@@ -65,11 +66,14 @@ class _Comparison:
         return expected
 
     def plane(self, plane: HotPlane, geometry: Geometry, name: str) -> None:
-        """Dequantize, and every codec that takes the plane."""
+        """Dequantize, and every codec with kernels that takes the plane."""
         self.both(f"dequantize {name}", lambda b: b.dequantize(plane))
         for codec in all_codecs():
-            if not codec.fits(plane.format):
+            if codec.native is None or not codec.fits(plane.format):
                 continue
+            if codec.sized:
+                self.both(f"lengths {codec.id} {name}", lambda b, codec=codec: b.lengths(codec, plane, geometry))
+                codec = fitted(codec, plane, geometry, self.reference)
             slots, valid = self.both(
                 f"encode {codec.id} {name}", lambda b, codec=codec: b.encode(codec, plane, geometry)
             )
@@ -77,7 +81,8 @@ class _Comparison:
             # other payloads behind the same headers: every nibble and scale byte, NaN among them
             payload = torch.randint(0, 256, good.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
             payload[:, :16] = good[:, :16]
-            for what, read in (("", good), (" of any payload", payload)):
+            reads = [("", good)] if codec.sized else [("", good), (" of any payload", payload)]
+            for what, read in reads:
                 if len(read):
                     args = (codec, read, geometry, plane.format)
                     self.both(f"decode{what} {codec.id} {name}", lambda b, args=args: b.decode(*args))

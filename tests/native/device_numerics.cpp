@@ -74,7 +74,7 @@ CHECK_API check_words_of_codes(long long* cases) {
         float tiny[8];
         codes_to_tiny(word[0], tiny), codes_to_tiny(word[1], tiny + 4);
         ++*cases;
-        wrong += (index_word(tiny, h * raised_reciprocal(s)) | sign_word(word[0], word[1])) != expected;
+        wrong += (index_word(tiny, h * raised_reciprocal(s), ShiftFactors{}) | sign_word(word[0], word[1])) != expected;
       }
   }
   return wrong;
