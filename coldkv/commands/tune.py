@@ -13,7 +13,7 @@ from coldkv.options import backend_option, dump_options, dump_paths, opened_dump
 @click.argument("dump", required=False, metavar="DUMP")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Calibration file (.safetensors).")
 @click.option("--ratio", "ratios", type=click.FloatRange(1.0), multiple=True, default=(5.0,), show_default=True,
-              help="Byte budget: hot bytes of all pages over their slot bytes. Repeatable: one file for each.")  # fmt: skip
+              help="Budget: hot bytes of all pages over slot bytes. Repeatable: one file for each.")  # fmt: skip
 @tier_options
 @click.option("--cold-keep-tokens", type=click.IntRange(0), default=128, show_default=True,
               help="Keys this close to a query count as hot.")  # fmt: skip
