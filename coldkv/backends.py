@@ -294,9 +294,8 @@ class CudaBackend(_NativeBackend):
     def _read(self, codec, what, slots, geometry, fmt, *out):
         # Kernels cannot report a bad slot without synchronising; they write NaN. Look at the headers first.
         if self.check_headers and len(slots):
-            head = slots[:, :8].cpu()
-            version = int.from_bytes(bytes(head[0, 4:6].tolist()), "little")
-            if version != codec.version or not head[0, 6] & 1 or (head != head[:1]).any():
+            heads = slots[:, : codec.head_bytes].cpu().numpy()
+            if codec.odd_heads(heads, geometry, slots.shape[1]):
                 _refuse_bad_slots(codec, slots, geometry, fmt)
         super()._read(codec, what, slots, geometry, fmt, *out)
 

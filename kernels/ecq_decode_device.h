@@ -237,6 +237,7 @@ CKV_KERNEL __launch_bounds__(kDecodeWarps * 32, 2) decode_kernel(ckv_plane_desc 
       }
     }
     if (good && !bytes) {  // any head_dim, any integers
+      __syncwarp();
       in.at = begin, in.x = reinterpret_cast<const uint32_t*>(slot + kStatesAt)[lane];
       if constexpr (kSteps > 0) {
         Expectation channel[kSteps];

@@ -122,7 +122,8 @@ struct WarpEncoder {
         sum += static_cast<uint32_t>(a > kReach ? kReach : a);
       }
     for (int far = kLanes / 2; far; far /= 2) sum += __shfl_xor_sync(kFullWarp, sum, far);
-    return static_cast<int32_t>((static_cast<int64_t>(sum) << 10) / (static_cast<int64_t>(T) * D));
+    const uint32_t count = static_cast<uint32_t>(T * D), whole = sum / count;  // 1024 * sum / count in 32 bits: the rest is below 2^22
+    return static_cast<int32_t>((whole << 10) + ((sum - whole * count) << 10) / count);
   }
 
   // Codes the symbols, last ones first; the number of words. kWrite: to the `words` words in front of `end`.
@@ -160,7 +161,7 @@ CKV_KERNEL __launch_bounds__(kEncodeWarps * 32) encode_kernel(ckv_plane_desc d, 
   const int lane = lane_id(), steps = ceil_div(d.head_dim, kLanes), T = d.page_tokens, at = stream_at(T, p.rows != 0);
   const int64_t piece = EncodeScratch::bytes(T, steps), warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kLanes);
   for (int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes, page = warp; page < d.n; page += warps) {
-    const int head = static_cast<int>(page % p.heads);
+    const int head = static_cast<int>(static_cast<uint32_t>(page) % static_cast<uint32_t>(p.heads));
     WarpEncoder encoder{p, entries, EncodeScratch(scratch + warp * piece, T, steps), T, d.head_dim, steps, head, lane};
     const bool good = encoder.load(d, codes + page * T * code_row_bytes(d.format, d.head_dim),
                                    scales + page * T * scale_row_bytes(d.format, d.head_dim));

@@ -47,6 +47,9 @@ __device__ constexpr DecodeTables kDecodeTables = make_decode_tables();
 
 CKV_DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % kLanes; }
 
+// Head-pages are counted in 31 bits, as in the other codecs' device functions.
+inline int check_count(const ckv_plane_desc* d) { return d->n > 0x7FFFFFFF ? CKV_E_SHAPE : CKV_OK; }
+
 inline int processors() {
   int device = 0, count = 1;
   cudaGetDevice(&device);

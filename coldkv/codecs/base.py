@@ -28,6 +28,7 @@ class Codec(ABC):
     native: ClassVar[str | None] = None
     raw_slot: ClassVar[bool] = False  # the slot has the raw layout of kernels/FORMAT.md, which `inspect` can take apart
     inner: "Codec | None" = None  # a codec that does the work on a plane which this one changed (centered.py)
+    head_bytes: ClassVar[int] = 8  # of a slot, that `odd_heads` looks at
     sized: ClassVar[bool] = False  # slot bytes are chosen per layer and plane from measured lengths (sized.py)
 
     @property
@@ -118,6 +119,12 @@ class Codec(ABC):
     @abstractmethod
     def check_slots(self, slots: "np.ndarray", geometry: Geometry, fmt: str) -> list[tuple[int, str]]:
         """Look at slots uint8 `[n, slot_bytes]` without decoding: (index, problem) of each slot to refuse."""
+
+    def odd_heads(self, heads: "np.ndarray", geometry: Geometry, stride: int) -> bool:
+        """Whether the first bytes of slots, uint8 `[n, head_bytes]`, call for `check_slots`: a quick look before device
+        kernels read them, which cannot report. By default they are equal, with the codec's version and an odd flag."""
+        version = int.from_bytes(heads[:1, 4:6].tobytes(), "little")
+        return bool(len(heads)) and (version != self.version or not heads[0, 6] & 1 or bool((heads != heads[:1]).any()))
 
     def slot_fields(self, record: bytes, geometry: Geometry, fmt: str) -> list[tuple[int, int, str, str]] | None:
         """For `inspect`: (first byte, bytes, name, meaning) of the fields of one slot; None if nothing is known."""

@@ -24,7 +24,9 @@ BASE_STEP = -23  # sixteenths of an octave: the coarsest with an NMSE of at most
 
 
 class EcqParams(ctypes.Structure):
-    """`ckv_ecq_params` of kernels/coldkv.h."""
+    """`ckv_ecq_params` of kernels/coldkv.h; `tensors` are what its pointers point to, by field."""
+
+    tensors: dict = {}
 
     _fields_ = [
         ("mean", ctypes.c_void_p),
@@ -70,6 +72,7 @@ class Ecq(SizedCodec):
     version = 1
     formats = ("int8", "bf16", "fp16", "fp8", "nvfp4", "iso3")
     native = "ecq"
+    head_bytes = HEADER.itemsize
 
     def __init__(
         self,
@@ -203,9 +206,8 @@ class Ecq(SizedCodec):
                 c = self._plane
                 arrays = (c.mean, c.weight, np.float32(1) / c.weight, c.prior)
                 self._plane.on_device[key] = [torch.from_numpy(a.copy()).to(device) for a in arrays]
-            tensors = self._plane.on_device[key]
-            p.arrays = dict(zip(("mean", "weight", "gain", "prior"), tensors, strict=True))  # keeps them, too
-            for name, tensor in p.arrays.items():
+            p.tensors = dict(zip(("mean", "weight", "gain", "prior"), self._plane.on_device[key], strict=True))
+            for name, tensor in p.tensors.items():
                 setattr(p, name, tensor.data_ptr())
         return (ctypes.byref(p),)
 
@@ -250,6 +252,15 @@ class Ecq(SizedCodec):
 
     def slot_fields(self, record, geometry, fmt):
         return _slot_fields(self, record, geometry)
+
+    def odd_heads(self, heads, geometry, stride):
+        h = self.headers(heads)
+        words, flags = h["words"].astype(np.int64), h["flags"]
+        starts = np.where(flags & ROWS, _stream_at(geometry.page_tokens, True), STREAM_AT)
+        sound = (h["magic"] == MAGIC) & (h["version"] == self.version) & (flags & VALID != 0) & (flags < 16)
+        sound &= (h["head"] < geometry.kv_heads) & (np.abs(h["step"].astype(np.int64)) <= MOST_STEP)
+        sound &= (words >> 24 == self.check) & (starts + 2 * (words & MOST_WORDS) <= stride)
+        return not sound.all()
 
     def check_slots(self, slots, geometry, fmt):
         if slots.ndim != 2 or slots.shape[1] < self.least_stride(geometry, fmt):

@@ -19,7 +19,8 @@ def replay(backend, table: ModuleType, deadline: Deadline) -> dict:
         if deadline.passed():
             break
         shape = (expected["head_dim"], expected["kv_heads"], expected["page_tokens"])
-        found = table.row(backend, codec, fmt, shape)
+        options = (expected["options"], expected["share"]) if "options" in expected else ()
+        found = table.row(backend, codec, fmt, shape, *options)
         wrong = [field for field in FIELDS if found[field] != expected[field]]
         if wrong:
             mismatches.append({"codec": codec, "format": fmt, "shape": list(shape), "fields": wrong})

@@ -95,24 +95,20 @@ class Shim:
                 self.dll.ckv_shim_release(pointer)
 
     def call(self, function: str, *args) -> None:
-        """Calls an entry point, tensors as device pointers. Raises ShimFault, or KernelError for an error code."""
+        """Calls an entry point, tensors as device pointers, also those behind a structure with `tensors` by field.
+
+        Raises ShimFault, or KernelError for an error code.
+        """
         tensors = {f"argument {i} of {function}": a for i, a in enumerate(args, 1) if isinstance(a, torch.Tensor)}
-        # structs of parameters say which tensors their pointers stand for
-        structs = [getattr(a, "_obj", None) for a in args]
-        inner = {name: t for s in structs for name, t in getattr(s, "arrays", {}).items()}
-        with self.on_device({**tensors, **inner}) as pointers, self.running():
-            values = iter([pointers[name] for name in tensors])
-            passed = []
-            for a, struct in zip(args, structs, strict=True):
-                if isinstance(a, torch.Tensor):
-                    a = ctypes.c_void_p(next(values))
-                elif hasattr(struct, "arrays"):
-                    moved = type(struct).from_buffer_copy(struct)
-                    for name in struct.arrays:
-                        setattr(moved, name, pointers[name])
-                    a = ctypes.byref(moved)
-                passed.append(a)
-            code = getattr(self.dll, function)(*passed)
+        behind = [(a._obj, name) for a in args for name in getattr(getattr(a, "_obj", None), "tensors", ())]
+        held = {f"{name} of {function}": params.tensors[name] for params, name in behind}
+        with self.on_device(tensors | held) as pointers, self.running():
+            for params, name in behind:
+                setattr(params, name, pointers[f"{name} of {function}"])
+            values = iter(pointers.values())  # those of the arguments come first
+            code = getattr(self.dll, function)(
+                *(ctypes.c_void_p(next(values)) if isinstance(a, torch.Tensor) else a for a in args)
+            )
             if code and code != LAUNCH_ERROR:
                 raise KernelError(function, code, "refused")
 
