@@ -331,7 +331,9 @@ def ecq_options(backend) -> None:
             assert same(backend.lengths(codec, plane, geometry), cpu.lengths(codec, plane, geometry)), what
             slots, valid = backend.encode(codec, plane, geometry)
             assert same(slots, expected) and valid.all(), what
-            assert same(backend.decode(codec, slots, geometry, "bf16"), cpu.decode(codec, slots, geometry, "bf16")), what
+            assert same(backend.decode(codec, slots, geometry, "bf16"), cpu.decode(codec, slots, geometry, "bf16")), (
+                what
+            )
             restored, wanted = (b.restore(codec, slots, geometry, "bf16") for b in (backend, cpu))
             assert same(restored.codes, wanted.codes), what
 
@@ -352,7 +354,10 @@ def ecq_reads_as_the_host_does(backend) -> None:
             slots[3 * n + i, at] ^= 1 << int(torch.randint(8, (1,), generator=generator))
         stride, desc = ctypes.c_int64(slots.shape[1]), backend._desc("bf16", len(slots), geometry)
         shape = (len(slots), geometry.page_tokens, geometry.head_dim)
-        for what, dtype, extra in (("decode", torch.float32, ()), ("restore", torch.bfloat16, (ctypes.c_void_p(None),))):
+        for what, dtype, extra in (
+            ("decode", torch.float32, ()),
+            ("restore", torch.bfloat16, (ctypes.c_void_p(None),)),
+        ):
             found, expected = backend._empty(shape, dtype), torch.empty(shape, dtype=dtype)
             for runner, out in ((backend, found), (cpu, expected)):
                 params = codec.native_params(geometry, "bf16", runner.device)
