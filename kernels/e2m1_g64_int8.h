@@ -1,9 +1,9 @@
 // Fast host path of e2m1-g64 for int8 planes: integer thresholds instead of floating-point values.
 //
 // A value is code * h, so |v| >= t * s is |code| >= t * s / h, that is |code| >= T with T = ceil(t * s / h). The quotient of
-// t * s (a 7-bit integer times a power of two) by h (11 bits) is an integer or, below 256, at least 1 / 2047 away from one, far
-// more than an fp32 rounding error, so ceil() of the rounded quotient is exact. Seven byte thresholds per (row, 64 channels)
-// then serve 64 codes with byte compares. Requires every scale of the page to be positive or +0.
+// t * s (a 9-bit integer times a power of two) by h (11 bits) is an integer or, below 256, at least 1 / 2047 away from one, far
+// more than 2^-20 of it and the fp32 rounding errors, so that ceil() of a product which is by 2^-20 too small is exact. Seven byte
+// thresholds per (row, 64 channels) then serve 64 codes with byte compares. Every scale of the page must be positive or +0.
 #pragma once
 
 #include "plane.h"
@@ -13,20 +13,29 @@
 namespace ckv {
 namespace g64_int8 {
 
-// Eight (row, group) units at once: one lane per unit wherever the work is per unit.
-struct Batch {
-  const uint8_t* src[8];  // 64 codes each
-  uint8_t* dst[8];        // 32 bytes of nibbles each
-  uint8_t* scale[8];      // where this unit's scale byte goes, `copies` times
-  int copies[8];
-  uint16_t h[8];
-};
+// A unit is 64 codes that share a scale; eight of them, 512 codes in a row, are worked on at once. What is per unit has a lane.
 
-inline int max_byte(__m256i a, __m256i b) {
-  const __m256i m = _mm256_max_epu8(a, b);
-  const __m128i inv = _mm_xor_si128(_mm_max_epu8(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1)), _mm_set1_epi8(-1));
-  const __m128i words = _mm_min_epu8(inv, _mm_srli_epi16(inv, 8));  // low byte of each word: min of the pair
-  return 255 - (_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_and_si128(words, _mm_set1_epi16(255)))) & 255);
+// Largest of the 32 bytes of each of eight vectors, in its lane.
+inline __m256i largest_bytes(const __m256i* m) {
+  const auto halves = [](__m256i x, __m256i y) { return _mm256_max_epu8(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y)); };
+  const auto quarters = [](__m256i x, __m256i y) {
+    const __m256 a = _mm256_castsi256_ps(x), b = _mm256_castsi256_ps(y);
+    return _mm256_max_epu8(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xDD)));
+  };
+  const __m256i low = quarters(halves(m[0], m[1]), halves(m[2], m[3])), high = quarters(halves(m[4], m[5]), halves(m[6], m[7]));
+  __m256i x = _mm256_max_epu8(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+  x = _mm256_max_epu8(x, _mm256_srli_epi32(x, 16));
+  return _mm256_and_si256(_mm256_max_epu8(x, _mm256_srli_epi32(x, 8)), _mm256_set1_epi32(255));
+}
+
+inline __m256 eight_scales(const uint16_t* h) {
+#if CKV_F16C
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h)));
+#else
+  alignas(32) float x[8];
+  for (int u = 0; u < 8; ++u) x[u] = fp16_to_float(h[u]);
+  return _mm256_load_ps(x);
+#endif
 }
 
 inline __m256i nibble_index(__m256i code, __m256i t, __m256i middle, __m256i sign_mask) {
@@ -34,86 +43,85 @@ inline __m256i nibble_index(__m256i code, __m256i t, __m256i middle, __m256i sig
   return _mm256_or_si256(thresholds_reached(x, t, middle), _mm256_and_si256(_mm256_srli_epi16(code, 4), sign_mask));
 }
 
-inline void encode_batch(const Batch& b) {
-  alignas(32) int32_t amax[8];
-  for (int u = 0; u < 8; ++u) {
-    const __m256i* c = reinterpret_cast<const __m256i*>(b.src[u]);
-    amax[u] = max_byte(_mm256_abs_epi8(_mm256_loadu_si256(c)), _mm256_abs_epi8(_mm256_loadu_si256(c + 1)));
-  }
-  alignas(32) float hf[8];
-  for (int u = 0; u < 8; ++u) hf[u] = fp16_to_float(b.h[u]);
-  const __m256 h = _mm256_load_ps(hf), zero = _mm256_cmp_ps(h, _mm256_setzero_ps(), _CMP_EQ_OQ);
-  const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(amax))), h);
+// 8 units of 64 codes, their fp16 scales -> 8 * 32 bytes of nibbles, 8 words of four equal scale bytes.
+inline void encode_units(const uint8_t* codes, const uint16_t* scales, uint8_t* nibbles, uint8_t* scale_words) {
+  const __m256i* c = reinterpret_cast<const __m256i*>(codes);
+  __m256i m[8];
+  for (int u = 0; u < 8; ++u)
+    m[u] = _mm256_max_epu8(_mm256_abs_epi8(_mm256_loadu_si256(c + 2 * u)), _mm256_abs_epi8(_mm256_loadu_si256(c + 2 * u + 1)));
+  const __m256 h = eight_scales(scales), zero = _mm256_cmp_ps(h, _mm256_setzero_ps(), _CMP_EQ_OQ);
+  const __m256 a = _mm256_mul_ps(_mm256_cvtepi32_ps(largest_bytes(m)), h);
   __m256 s;
   const __m256i byte = e4m3_lanes(_mm256_max_ps(_mm256_div_ps(a, _mm256_set1_ps(E2M1::kDivisor)), _mm256_set1_ps(kScaleFloor)), &s);
-  // h = 0: the quotients are infinite, so no code reaches any threshold, and signs are masked off.
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(scale_words),
+                      _mm256_shuffle_epi8(byte, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12))));
+  // T = ceil(t * s / h), from one quotient a little too small. h = 0: it is infinite, so no code reaches any threshold, and signs are
+  // masked off.
+  const __m256 ratio = _mm256_mul_ps(_mm256_div_ps(s, h), _mm256_set1_ps(1.0f - 0x1p-20f));
   const float t[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
   __m256i v[7];
-  for (int k = 0; k < 7; ++k) {
-    const __m256 q = _mm256_div_ps(_mm256_mul_ps(_mm256_set1_ps(t[k]), s), h);
-    v[k] = _mm256_cvttps_epi32(_mm256_ceil_ps(_mm256_min_ps(q, _mm256_set1_ps(255.0f))));
-  }
-  const ThresholdColumns c = threshold_columns(v);
-  alignas(32) uint32_t signs[8], bytes[8];
+  for (int k = 0; k < 7; ++k)
+    v[k] = _mm256_cvttps_epi32(_mm256_ceil_ps(_mm256_min_ps(_mm256_mul_ps(ratio, _mm256_set1_ps(t[k])), _mm256_set1_ps(255.0f))));
+  const ThresholdColumns columns = threshold_columns(v);
+  alignas(32) uint32_t signs[8];
   alignas(32) uint64_t T[8];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(T), _mm256_permute2x128_si256(c.c01_45, c.c23_67, 0x20));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(T + 4), _mm256_permute2x128_si256(c.c01_45, c.c23_67, 0x31));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(T), _mm256_permute2x128_si256(columns.c01_45, columns.c23_67, 0x20));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(T + 4), _mm256_permute2x128_si256(columns.c01_45, columns.c23_67, 0x31));
   _mm256_store_si256(reinterpret_cast<__m256i*>(signs), _mm256_andnot_si256(_mm256_castps_si256(zero), _mm256_set1_epi32(0x08080808)));
-  _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), byte);
+  const __m256i weights = _mm256_set1_epi16(16 << 8 | 1);
   for (int u = 0; u < 8; ++u) {
     const __m256i table = _mm256_set1_epi64x(static_cast<long long>(T[u])), middle = _mm256_shuffle_epi8(table, _mm256_set1_epi8(3));
-    const __m256i sign = _mm256_set1_epi32(static_cast<int>(signs[u])), weights = _mm256_set1_epi16(16 << 8 | 1);
-    const __m256i* c = reinterpret_cast<const __m256i*>(b.src[u]);
-    const __m256i lo = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c), table, middle, sign), weights);
-    const __m256i hi = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c + 1), table, middle, sign), weights);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(b.dst[u]), _mm256_permute4x64_epi64(_mm256_packus_epi16(lo, hi), 0xD8));
-    const uint32_t four = bytes[u] * 0x01010101u;
-    if (b.copies[u] == 4)
-      memcpy(b.scale[u], &four, 4);
-    else
-      for (int i = 0; i < b.copies[u]; ++i) b.scale[u][i] = static_cast<uint8_t>(bytes[u]);
+    const __m256i sign = _mm256_set1_epi32(static_cast<int>(signs[u]));
+    const __m256i low = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c + 2 * u), table, middle, sign), weights);
+    const __m256i high = _mm256_maddubs_epi16(nibble_index(_mm256_loadu_si256(c + 2 * u + 1), table, middle, sign), weights);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(nibbles) + u, _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xD8));
   }
 }
 
+// Units that do not lie in a row, or fewer than eight: through copies.
+struct Scattered {
+  alignas(32) uint8_t codes[8][64], nibbles[8][32], scale_words[8][4];
+  uint16_t scales[8];
+  uint8_t *nibbles_to[8], *scales_to[8];
+  int len[8], used = 0;
+
+  void add(const uint8_t* from, int length, uint16_t scale, uint8_t* nibbles_at, uint8_t* scales_at) {
+    memset(codes[used], 0, 64);
+    memcpy(codes[used], from, static_cast<size_t>(length));
+    scales[used] = scale, len[used] = length, nibbles_to[used] = nibbles_at, scales_to[used] = scales_at;
+    if (++used == 8) flush();
+  }
+  void flush() {
+    for (int u = used; u < 8; ++u) memset(codes[u], 0, 64), scales[u] = 0;
+    encode_units(codes[0], scales, nibbles[0], scale_words[0]);
+    for (int u = 0; u < used; ++u) {
+      memcpy(nibbles_to[u], nibbles[u], static_cast<size_t>(len[u] / 2));
+      memcpy(scales_to[u], scale_words[u], static_cast<size_t>(ceil_div(len[u], 16)));
+    }
+    used = 0;
+  }
+};
+
 // One head-page; false when this path does not apply (a negative or non-finite scale).
 inline bool encode_page(const PageView& page, const SlotShape& shape, uint8_t* slot) {
-  const int groups = ceil_div(shape.D, 64);
-  for (int64_t i = 0; i < static_cast<int64_t>(shape.T) * groups; ++i)
-    if (reinterpret_cast<const uint16_t*>(page.scales)[i] > 0x7BFF) return false;
-  alignas(32) uint8_t in[8][64], out[8][32];
+  const int groups = ceil_div(shape.D, 64), units = shape.T * groups;
+  const uint16_t* unit_scales = reinterpret_cast<const uint16_t*>(page.scales);
+  uint16_t largest = 0;
+  for (int i = 0; i < units; ++i) largest = std::max(largest, unit_scales[i]);
+  if (largest > 0x7BFF) return false;
   uint8_t *nibbles = slot + sizeof(SlotHeader), *scales = slot + shape.scales_at;
-  Batch b;
-  uint8_t* tail_to[8];
-  int tail_len[8], used = 0, tails = 0;
-  const auto flush = [&] {
-    for (int u = used; u < 8; ++u) {  // idle lanes repeat the first unit into scratch
-      b.src[u] = b.src[0], b.h[u] = b.h[0], b.dst[u] = out[u], b.copies[u] = 0;
-      tail_len[u] = 0;
-    }
-    encode_batch(b);
-    if (tails)
-      for (int u = 0; u < used; ++u)
-        if (tail_len[u]) memcpy(tail_to[u], out[u], static_cast<size_t>(tail_len[u]));
-    used = tails = 0;
-  };
-  for (int row = 0; row < shape.T; ++row)
-    for (int g = 0; g < groups; ++g) {
-      const int len = std::min(64, shape.D - 64 * g);
-      const uint8_t* src = page.code(row) + 64 * g;
-      uint8_t* dst = nibbles + (static_cast<int64_t>(row) * shape.D + 64 * g) / 2;
-      b.h[used] = reinterpret_cast<const uint16_t*>(page.scale(row))[g];
-      b.scale[used] = scales + static_cast<int64_t>(row) * shape.g16 + 4 * g;
-      b.copies[used] = ceil_div(len, 16);
-      b.src[used] = src, b.dst[used] = dst, tail_len[used] = 0;
-      if (len < 64) {
-        memset(in[used], 0, 64);
-        memcpy(in[used], src, static_cast<size_t>(len));
-        b.src[used] = in[used], b.dst[used] = out[used], tail_to[used] = dst, tail_len[used] = len / 2;
-        ++tails;
-      }
-      if (++used == 8) flush();
-    }
-  if (used) flush();
+  int done = 0;
+  if (shape.D % 64 == 0)
+    for (; done + 8 <= units; done += 8)
+      encode_units(page.codes + 64 * static_cast<int64_t>(done), unit_scales + done, nibbles + 32 * static_cast<int64_t>(done),
+                   scales + 4 * static_cast<int64_t>(done));
+  Scattered rest;
+  for (int i = done; i < units; ++i) {
+    const int row = i / groups, g = i % groups;
+    rest.add(page.code(row) + 64 * g, std::min(64, shape.D - 64 * g), unit_scales[i], nibbles + (static_cast<int64_t>(row) * shape.D + 64 * g) / 2,
+             scales + static_cast<int64_t>(row) * shape.g16 + 4 * g);
+  }
+  if (rest.used) rest.flush();
   return true;
 }
 

@@ -68,7 +68,9 @@ constexpr int32_t kNever = 0x7FFFFFFF;
 
 using namespace ckv;
 
-static RegisterCodec registered("ecq", ecq::kAccepts, ecq::least_slot);
+// The size of a slot follows from the data.
+static int64_t no_slot_bytes(int, int) { return -CKV_E_STRIDE; }
+static RegisterCodec registered("ecq", ecq::kAccepts, no_slot_bytes);
 
 #if CKV_BUILD_HOST
 #include "codec_host.h"

@@ -165,18 +165,18 @@ CKV_KERNEL __launch_bounds__(kEncodeWarps * 32) encode_kernel(ckv_plane_desc d, 
     WarpEncoder encoder{p, entries, EncodeScratch(scratch + warp * piece, T, steps), T, d.head_dim, steps, head, lane};
     const bool good = encoder.load(d, codes + page * T * code_row_bytes(d.format, d.head_dim),
                                    scales + page * T * scale_row_bytes(d.format, d.head_dim));
+    uint32_t words = 0;
     const auto attempt = [&](int coarser) {
       encoder.quantize(coarser);
-      return encoder.code<false>(nullptr);
+      return words = encoder.code<false>(nullptr);
     };
+    // For its length a page is coded once: with room for everything and nothing to fill.
+    const uint32_t room = lengths ? 0xFFFFFFFFu : room_of(stride, T, p.rows != 0);
+    const int coarser = good ? find_step(room, lengths ? 0 : p.fill, attempt) : kMostCoarser + 1;
     if (lengths) {
-      const uint32_t words = good ? attempt(0) : 0;
       if (lane == 0) lengths[page] = !good || words > kMaxWords ? kNever : static_cast<int32_t>(at + 2 * words);
     } else {
       uint8_t* slot = slots + page * stride;
-      const uint32_t room = room_of(stride, T, p.rows != 0);
-      uint32_t words = 0;
-      const int coarser = good ? find_step(room, p.fill, [&](int c) { return words = attempt(c); }) : kMostCoarser + 1;
       if (coarser > kMostCoarser) {
         for (int64_t i = lane; i < stride / 4; i += kLanes) reinterpret_cast<uint32_t*>(slot)[i] = 0;
       } else {

@@ -96,7 +96,10 @@ def test_a_wrong_bit_fails_goldens_and_agreement_and_exits_1(cpu, tmp_path, monk
     doc = json.loads(path.read_text())
     assert not doc["ok"] and doc["finished"]
     assert {wrong["format"] for wrong in doc["golden"]["mismatches"]} == {"fp8"}
-    assert all("slots" in wrong["fields"] and "input" not in wrong["fields"] for wrong in doc["golden"]["mismatches"])
+    refused = [wrong for wrong in doc["golden"]["mismatches"] if "refused" in wrong]
+    assert {wrong["codec"] for wrong in refused} == {"rans-e2m1"} and "frequencies" in refused[0]["refused"]
+    differing = [wrong["fields"] for wrong in doc["golden"]["mismatches"] if wrong not in refused]
+    assert differing and all("slots" in fields and "input" not in fields for fields in differing)
     assert doc["agreement"]["mismatches"] and all("fp8" in wrong["case"] for wrong in doc["agreement"]["mismatches"])
     assert "FAILED golden e2m1-g16 fp8" in capsys.readouterr().err
     assert "warning: this check did not pass" in coldkv("report", path).out

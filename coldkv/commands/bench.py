@@ -1,4 +1,4 @@
-"""`coldkv bench`: throughput of tiers and codecs beside memcpy of the same bytes in the same run."""
+"""`coldkv bench`: throughput of tiers and codecs beside a copy of the same bytes in the same run."""
 
 import click
 
@@ -34,11 +34,13 @@ from coldkv.atomic import atomic_path, check_output
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--results", type=click.Path(dir_okay=False), help="Write the JSON document to FILE.")
 def command(codec_ids, tier, backend, threads, head_dim, page_tokens, head_pages, repeat, entropy, as_json, results):
-    """Time every operation of a tier and its codecs against memcpy.
+    """Time every operation of a tier and its codecs against memcpy, or on a GPU against the device's own copy.
 
-    Bytes are those read plus those written, for the operation and for memcpy alike. Operations and their memcpy take
-    turns within a round, so that a busy machine slows both. --entropy: one thread of the cpu backend, the same integers
-    through the coder of ecq and through zstd level 1; at most 256 head-pages.
+    Bytes are those read plus those written, for the operation and for the copy alike. Operations and their copy take
+    turns within a round, so that a busy machine slows both. On a GPU events on the stream are the clock, and several
+    sets of buffers take turns, so that its cache does not hold what comes next. --entropy: one
+    thread of the cpu backend, the same integers through the coder of ecq and through zstd level 1; at most 256
+    head-pages.
     """
     if results:
         check_output(results)

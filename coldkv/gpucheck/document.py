@@ -17,7 +17,8 @@ def failures(document: dict) -> list[str]:
         out.append(f"golden: expected all rows to be replayed, found {golden['rows']} of {golden['of'] or 'unknown'}")
     for wrong in golden["mismatches"]:
         shape = "x".join(map(str, wrong["shape"]))
-        out.append(f"golden {wrong['codec']} {wrong['format']} {shape}: {', '.join(wrong['fields'])} differ")
+        what = wrong.get("refused") or f"{', '.join(wrong['fields'])} differ"
+        out.append(f"golden {wrong['codec']} {wrong['format']} {shape}: {what}")
     for wrong in document["agreement"]["mismatches"]:
         where = f"{wrong['bytes']} bytes differ, first {wrong['first']}" if wrong["bytes"] else "sums differ"
         out.append(f"{wrong['case']}: {where}")

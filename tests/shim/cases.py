@@ -321,7 +321,7 @@ ECQ_SHAPES = ((64, 16, 2), (96, 5, 1), (128, 16, 1), (192, 5, 2), (256, 64, 1), 
 
 @case
 def ecq_options(backend) -> None:
-    """Calibrated or not, with row scales or without, with escapes, in slots too small and too large: the host's bits."""
+    """Calibrated or not, with row scales or without, with escapes, slots too small and too large: the host's bits."""
     cpu = CpuBackend(1)
     options = (("", 16), ("rows=off", 18), ("calib=CALIB,step=-60,fill=3", 16), ("calib=CALIB,rows=off", 9))
     for i, (text, share) in enumerate(options):
@@ -340,7 +340,7 @@ def ecq_options(backend) -> None:
 
 @case
 def ecq_reads_as_the_host_does(backend) -> None:
-    """All head_dims, and slots that no encoder writes: large integers without their flag, the raw integer -32768, damage."""
+    """All head_dims, and slots that no encoder writes: large integers without a flag, the raw -32768, damage."""
     generator = torch.Generator().manual_seed(backend.shim.seed)
     cpu, shapes = CpuBackend(1), [shape for shape in ECQ_SHAPES if shape[0] * shape[1] < 3000] + [(256, 5, 2)]
     for geometry, codec, _, slots in ecq_planes("calib=CALIB,step=-60", shapes):
