@@ -50,5 +50,5 @@ def in_process(capsys, *args) -> Done:
 def python(code: str, *args) -> Done:
     """A Python snippet in a fresh interpreter that sees this checkout."""
     command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=60)
+    done = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=600)
     return Done(done.returncode, done.stdout, done.stderr)
