@@ -1,0 +1,164 @@
+"""The decode-boundary pass: old pages of some rows go cold, packed in one batch. Torch-free."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coldkv.geometry import ceil_div
+from coldkv.pool.layout import NO_REPLICA, UNMAPPED
+from coldkv.pool.policy import HOST_FULL, INVALID, PINNED, POOL_FULL, SHARED_RECENT, SINK, WRITING
+from coldkv.pool.store import NOBODY
+
+if TYPE_CHECKING:
+    from coldkv.pool.kvpool import KvPool
+
+
+def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
+    """Retire what the policy allows in `rows` -> pages that went cold.
+
+    From a row's cold frontier to its limit every page is looked at. It goes cold if it is hot, no sink, whole and old
+    in every row that holds it, neither pinned nor being written nor refused by a codec before, and if there is a slot
+    (and, under policy host, room for its replica); all its records must be valid. All pages are packed in one call
+    and every row that holds one learns its sentinel. If packing raises, nothing has changed.
+
+    The frontier moves past pages that are cold or hot for good (sinks, refused); it waits at a page that may go later.
+    """
+    pool.counters.passes += 1
+    found = []
+    claimed = np.empty(0, dtype=np.int32)
+    for row in rows:
+        expire(pool, row)
+        at, ids = _eligible(pool, row)
+        if len(claimed) and len(ids):
+            fresh = ~np.isin(ids, claimed)
+            at, ids = at[fresh], ids[fresh]
+        if len(rows) > 1:
+            claimed = np.concatenate([claimed, ids])
+        found.append((row, at, ids))
+    retired = _retire(pool, found)
+    for row in rows:
+        _advance(pool, row)
+    return retired
+
+
+def expire(pool: "KvPool", row: int) -> None:
+    """Drop pages of a row that are wholly behind the sliding window of its layers."""
+    if pool.size.window is None:
+        return
+    behind = max(0, int(pool.tokens[row]) - pool.size.window) // pool.page_tokens
+    start = int(pool.start[row])
+    if behind > start:
+        pool._drop(row, start, behind)
+        pool.start[row] = behind
+        pool.frontier[row] = max(pool.frontier[row], behind)
+        pool.counters.expired += behind - start
+
+
+def _eligible(pool: "KvPool", row: int) -> tuple[np.ndarray, np.ndarray]:
+    """(places, logical pages) of a row that may go cold now; the others are counted by reason."""
+    first, limit = max(int(pool.frontier[row]), int(pool.start[row])), pool.cold_limit(row)
+    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    if first >= limit:
+        return none
+    store = pool.store
+    ids = pool.ids[row, first:limit]
+    at = np.arange(first, limit)
+    left = store.entry[ids] >= 0
+
+    def stay(mask: np.ndarray, reason: str) -> None:
+        nonlocal left
+        count = int((left & mask).sum())
+        if count:
+            pool.counters.stayed_hot[reason] += count
+            left = left & ~mask
+
+    if first < (sinks := ceil_div(pool.policy.sink_tokens, pool.page_tokens)):
+        stay(at < sinks, SINK)
+    stay(store.refused[ids], INVALID)
+    stay(store.pins[ids] > 0, PINNED)
+    stay(store.writer[ids] != NOBODY, WRITING)
+    shared = np.flatnonzero(left & (store.refs[ids] > 1))
+    if len(shared):
+        recent = np.zeros(len(ids), dtype=bool)
+        for other, held in pool.holders(row, at[shared], ids[shared]):
+            recent[shared[held]] |= at[shared[held]] >= pool.cold_limit(other)
+        stay(recent, SHARED_RECENT)
+    return at[left], ids[left]
+
+
+def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> int:
+    store, host = pool.store, pool.policy.name == "host"
+    ids = np.concatenate([ids for _, _, ids in found])
+    if not len(ids):
+        return 0
+    slotless = host and not pool.size.slots  # the replica is then the only copy, to be restored before it is read
+    chosen = np.ones(len(ids), dtype=bool)
+    if not slotless:
+        chosen[pool.slots.free :] = False
+        if not chosen.all():
+            pool.counters.stayed_hot[POOL_FULL] += int((~chosen).sum())
+    if host:
+        chosen &= _within_host_budget(pool, ids, chosen)
+    ids = ids[chosen]
+    if not len(ids):
+        return 0
+    pages = store.entry[ids].copy()
+    copied = np.flatnonzero(store.replica[ids] == NO_REPLICA) if host else np.empty(0, dtype=np.int64)
+    slots = pool.slots.take(0 if slotless else len(ids))
+    replicas = pool.replicas.take(len(copied))
+    try:
+        valid = np.ones(len(ids), dtype=bool) if slotless else pool.payload.pack(pages, slots)
+        if len(copied):
+            pool.payload.to_host(pages[copied], replicas)
+    except BaseException:
+        pool.slots.give(slots)
+        pool.replicas.give(replicas)
+        raise
+    if len(copied):
+        store.replica[ids[copied]] = replicas
+        pool.counters.replicas_written += len(copied)
+    if not valid.all():
+        refused = ids[~valid]
+        pool.counters.stayed_hot[INVALID] += len(refused)
+        store.refused[refused] = True
+        pool.free_slots(slots[~valid])
+        ids, pages, slots = ids[valid], pages[valid], slots[valid]
+    store.entry[ids] = UNMAPPED if slotless else -2 - slots
+    store.epoch[ids] += 1
+    pool.pages.give(pages)
+    pool.counters.retired += len(ids)
+    for row, at, wanted in found:
+        cold = store.entry[wanted] < 0
+        pool.moved(row, at[cold], wanted[cold], hot=-1)
+    return len(ids)
+
+
+def _within_host_budget(pool: "KvPool", ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Bool `[n]`: the page has a replica or, of those `chosen` in order, finds room for one. Replicas of hot pages,
+    which are spare copies, make room."""
+    store = pool.store
+    needs = chosen & (store.replica[ids] == NO_REPLICA)
+    short = int(needs.sum()) - pool.replicas.free
+    if short > 0:
+        spare = np.flatnonzero((store.replica != NO_REPLICA) & (store.entry >= 0))
+        spare = spare[~np.isin(spare, ids)][:short]
+        if len(spare):
+            pool.drop_replicas(spare)
+    fits = ~needs | (np.cumsum(needs) <= pool.replicas.free)
+    left_out = int((chosen & ~fits).sum())
+    if left_out:
+        pool.counters.stayed_hot[HOST_FULL] += left_out
+    return fits
+
+
+def _advance(pool: "KvPool", row: int) -> None:
+    first, limit = max(int(pool.frontier[row]), int(pool.start[row])), pool.cold_limit(row)
+    if first >= limit:
+        return
+    store, ids = pool.store, pool.ids[row, first:limit]
+    later = (store.entry[ids] >= 0) & ~store.refused[ids]
+    sinks = ceil_div(pool.policy.sink_tokens, pool.page_tokens)
+    later[: max(0, sinks - first)] = False
+    waits = np.flatnonzero(later)
+    pool.frontier[row] = first + int(waits[0]) if len(waits) else limit
