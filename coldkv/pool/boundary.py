@@ -135,16 +135,8 @@ def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> 
 
 
 def _within_host_budget(pool: "KvPool", ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Bool `[n]`: the page has a replica or, of those `chosen` in order, finds room for one. Replicas of hot pages,
-    which are spare copies, make room."""
-    store = pool.store
-    needs = chosen & (store.replica[ids] == NO_REPLICA)
-    short = int(needs.sum()) - pool.replicas.free
-    if short > 0:
-        spare = np.flatnonzero((store.replica != NO_REPLICA) & (store.entry >= 0))
-        spare = spare[~np.isin(spare, ids)][:short]
-        if len(spare):
-            pool.drop_replicas(spare)
+    """Bool `[n]`: the page has a replica already or, of those `chosen` in order, finds room for one."""
+    needs = chosen & (pool.store.replica[ids] == NO_REPLICA)
     fits = ~needs | (np.cumsum(needs) <= pool.replicas.free)
     left_out = int((chosen & ~fits).sum())
     if left_out:

@@ -40,7 +40,9 @@ def violations(pool: "KvPool") -> list[str]:
     entries = np.where(pool.ids >= 0, store.entry[pool.ids], UNMAPPED)
     if (entries != pool.tables.entries).any():
         row, page = np.argwhere(entries != pool.tables.entries)[0].tolist()
-        found.append(f"table: row {row}, page {page}: {pool.tables.entries[row, page]}, the page is {entries[row, page]}")
+        found.append(
+            f"table: row {row}, page {page}: {pool.tables.entries[row, page]}, the page is {entries[row, page]}"
+        )
     for row in range(pool.size.rows):
         found += [f"row {row}: {text}" for text in _row_violations(pool, row)]
     return found

@@ -191,6 +191,8 @@ class KvPool:
         self.tokens[row] += tokens
         self.counters.mapped += need
         self._publish(row, first, new)
+        if last != NO_PAGE and not splits and self.store.replica[last] != NO_REPLICA:
+            self.drop_replicas(self.ids[row, old - 1 : old])  # its content grows
         self._hold_pen(row, max(0, first - 1), new)
         return taken
 
@@ -258,6 +260,25 @@ class KvPool:
             self.pin(row, first, stop)
         return restored
 
+    def backup(self, row: int, first: int, stop: int) -> int:
+        """Write host replicas of the hot, whole pages in `[first, stop)` that have none -> how many.
+
+        A replica stays until its page is written or gone; if the page goes cold, restore takes the replica.
+        PoolFull: the host budget does not hold all of them.
+        """
+        first, stop = self.span(row, first, stop)
+        ids = self.ids[row, first : min(stop, int(self.tokens[row]) // self.page_tokens)]
+        ids = ids[self.store.hot(ids) & (self.store.replica[ids] == NO_REPLICA) & (self.store.writer[ids] == NOBODY)]
+        replicas = self.replicas.take(len(ids))
+        try:
+            self.payload.to_host(self.store.entry[ids], replicas)
+        except BaseException:
+            self.replicas.give(replicas)
+            raise
+        self.store.replica[ids] = replicas
+        self.counters.replicas_written += len(ids)
+        return len(ids)
+
     def pin(self, row: int, first: int, stop: int) -> None:
         """Keep pages from going cold, until `unpin` has been called as often."""
         first, stop = self.span(row, first, stop)
@@ -319,7 +340,7 @@ class KvPool:
             last = ids[-1]
             if self.store.refs[last] == 1:
                 if self.store.replica[last] != NO_REPLICA:
-                    self.drop_replicas(ids[-1:])
+                    self.drop_replicas(ids[-1:])  # the row may write on at any time
                 self.store.writer[last] = row
 
     def _clone(self, row: int, tokens: int, reserve_tokens: int) -> int:

@@ -236,7 +236,9 @@ class Regions(NoPayload):
             mine = segments == segment
             for number, layer in enumerate(self.layers):
                 for name in layer.planes:
-                    self._exchange_plane(number, name, pages[mine], self._host[segment][number][name], within[mine], to_host)
+                    self._exchange_plane(
+                        number, name, pages[mine], self._host[segment][number][name], within[mine], to_host
+                    )
 
     def _exchange_plane(self, number, name, pages, host: HotPlane, within, to_host: bool) -> None:
         heads = self.layers[number].geometry.kv_heads
