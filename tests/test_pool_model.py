@@ -1,4 +1,4 @@
-"""The live pool against a plain model: random operations, with and without real bytes, and wrong pools that it finds."""
+"""The live pool against a plain model: random operations, with and without real bytes; wrong pools that it finds."""
 
 import shutil
 import subprocess

@@ -11,7 +11,7 @@ class NoPayload:
     """No bytes: every page can be packed. `regions.Regions` is the payload that has them."""
 
     def pack(self, pages: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Encode physical `pages` of all layers into `slots` -> bool `[n]`, whether every record of the slot is valid."""
+        """Encode physical `pages` of all layers into `slots` -> bool `[n]`: every record of the slot is valid."""
         return np.ones(len(pages), dtype=bool)
 
     def unpack(self, slots: np.ndarray, pages: np.ndarray) -> None:
