@@ -87,8 +87,9 @@ class Page:
 
 
 class Row:
-    def __init__(self, pages=(), tokens=0, promised=0):
+    def __init__(self, pages=(), tokens=0, promised=0, refill=0):
         self.pages, self.tokens, self.promised = list(pages), tokens, promised
+        self.refill = self.slots = refill
 
 
 class Model:
@@ -96,6 +97,7 @@ class Model:
 
     def __init__(self, size: PoolSize, policy: Policy, refused: int | None = REFUSED):
         self.size, self.policy, self.rows, self.refused = size, policy, {}, refused
+        self.hidden = 0  # slots that refused pages hold until a pass is over
 
     def pages(self):
         return {id(page): page for row in self.rows.values() for page in row.pages}.values()
@@ -120,27 +122,42 @@ class Model:
         old = row.tokens - self.policy.keep_tokens
         return old // self.size.page_tokens if old > 0 and self.policy.name != "none" else 0
 
+    def claim(self, new_pages, chunk):
+        """(promised at once, promised as passes return pages)"""
+        if chunk is None or self.policy.name == "none":
+            return new_pages, 0
+        sinks, window = self.count(self.policy.sink_tokens), self.count(self.policy.keep_tokens + chunk)
+        free = self.free_slots() - sum(row.slots for row in self.rows.values())
+        later = min(max(0, new_pages - sinks - window - 1), free)
+        return new_pages - later, later
+
     def retire(self, rows):
         """Pages that go cold, decided page by page from the start of each row, without any frontier."""
-        slots, replicas, retired, seen = self.free_slots(), self.free_replicas(), 0, set()
+        replicas, retired, seen = self.free_replicas(), 0, set()
         for row in rows:
+            others = sum(other.slots for other in self.rows.values() if other is not row)
+            slots = self.free_slots() - self.hidden - others
             for place, page in enumerate(row.pages[: self.limit(row)]):
                 first = place * self.size.page_tokens < self.policy.sink_tokens
                 old = all(place < self.limit(holder) for holder in self.holders(page))
                 if id(page) in seen or first or not page.hot or page.refused or page.pins or page.writing or not old:
                     continue
                 seen.add(id(page))
-                if not slots or (self.policy.name == "host" and page.replica is None and not replicas):
-                    slots -= bool(slots)  # the slot was meant for it; the pass does not look for another page
+                if slots <= 0 or (self.policy.name == "host" and page.replica is None and not replicas):
+                    slots -= slots > 0  # the slot was meant for it; the pass does not look for another page
                     continue
                 slots -= 1
+                row.slots -= row.slots > 0
                 if self.policy.name == "host" and page.replica is None:
                     page.replica, replicas = list(page.values), replicas - 1
                 if page.values[0] == self.refused:
                     page.refused = True
+                    self.hidden += 1
                 else:
                     page.hot = False
                     retired += 1
+                    row.promised, row.refill = row.promised + (row.refill > 0), row.refill - (row.refill > 0)
+        self.hidden = 0
         return retired
 
     def warm(self, page):
@@ -193,6 +210,7 @@ class Driver:
     def snapshot(self):
         pool, store = self.pool, self.pool.store
         arrays = [pool.ids, pool.tokens, pool.frontier, pool.hot_pages, pool.promised, pool.tables.entries]
+        arrays += [pool.promised_slots, pool.refill]
         arrays += [store.entry, store.refs, store.writer, store.pins, store.epoch, store.replica, store.refused]
         arrays += [bitmap.used for bitmap in (pool.pages, pool.slots, pool.replicas, pool.rows, store.ids)]
         return [array.copy() for array in arrays]
@@ -210,6 +228,7 @@ class Driver:
         assert set(np.flatnonzero(pool.rows.used).tolist()) == set(model.rows), "rows"
         for number, row in model.rows.items():
             assert pool.tokens[number] == row.tokens and pool.promised[number] == row.promised, f"row {number}"
+            assert pool.promised_slots[number] == row.slots and pool.refill[number] == row.refill, f"row {number}"
             entries = pool.tables.entries[number, : len(row.pages)]
             assert (entries >= 0).tolist() == [page.hot for page in row.pages], f"row {number}: which pages are hot"
             if len(entries):
@@ -222,14 +241,14 @@ class Driver:
 
     # operations
 
-    def open(self, reserve):
-        need = self.model.count(reserve)
+    def open(self, reserve, chunk=None):
+        need, later = self.model.claim(self.model.count(reserve), chunk)
         allowed = need <= self.model.unpromised() and len(self.model.rows) < self.size.rows
 
         def then(number):
-            self.model.rows[number] = Row(promised=need)
+            self.model.rows[number] = Row(promised=need, refill=later)
 
-        self.act("open", allowed, lambda: self.pool.open(reserve), then)
+        self.act("open", allowed, lambda: self.pool.open(reserve, chunk), then)
 
     def append(self, number, values, fail_in=0):
         model, row, page_tokens = self.model, self.model.rows[number], self.size.page_tokens
@@ -267,19 +286,22 @@ class Driver:
 
         self.act("retire", True, lambda: self.pool.retire(*numbers), then, fail_in)
 
-    def clone(self, number, tokens, reserve):
+    def clone(self, number, tokens, reserve, chunk=None):
         """fork (tokens None) or share"""
         model, row = self.model, self.model.rows[number]
         kept = row.tokens if tokens is None else tokens
         pages = model.count(kept)
         need = model.count(kept + reserve) - pages + bool(kept % self.size.page_tokens and reserve)
+        need, later = model.claim(need, chunk)
         allowed = need <= model.unpromised() and len(model.rows) < self.size.rows
 
         def do():
-            return self.pool.fork(number, reserve) if tokens is None else self.pool.share(number, tokens, reserve)
+            if tokens is None:
+                return self.pool.fork(number, reserve, chunk)
+            return self.pool.share(number, tokens, reserve, chunk)
 
         def then(new):
-            model.rows[new] = Row(row.pages[:pages], kept, need)
+            model.rows[new] = Row(row.pages[:pages], kept, need, later)
 
         self.act("fork" if tokens is None else "share", allowed, do, then)
 
@@ -379,10 +401,15 @@ class Driver:
 
     # one operation drawn by `pick(low, high)` (inclusive): hypothesis or a seeded generator
 
+    def wish(self, pick):
+        """(tokens to reserve, chunk or None)"""
+        page_tokens = self.size.page_tokens
+        return (pick(0, 8 * page_tokens), pick(1, page_tokens)) if pick(0, 1) else (pick(0, 2 * page_tokens), None)
+
     def step(self, pick):
         fresh = len(self.model.rows) < 2 or pick(0, 19) == 0
         if fresh:
-            return self.open(pick(0, 3 * self.size.page_tokens))
+            return self.open(*self.wish(pick))
         numbers = sorted(self.model.rows)
         number = numbers[pick(0, len(numbers) - 1)]
         row, page_tokens = self.model.rows[number], self.size.page_tokens
@@ -395,9 +422,9 @@ class Driver:
             more = [other for other in numbers if other != number and pick(0, 1)]
             return self.retire([number, *more], fail_in)
         if kind == 9:
-            return self.clone(number, None, pick(0, 2 * page_tokens))
+            return self.clone(number, None, *self.wish(pick))
         if kind == 10:
-            return self.clone(number, pick(0, row.tokens // page_tokens) * page_tokens, pick(0, 2 * page_tokens))
+            return self.clone(number, pick(0, row.tokens // page_tokens) * page_tokens, *self.wish(pick))
         if kind == 11:
             deep = pick(0, 2) == 0
             return self.truncate(number, pick(0 if deep else max(0, row.tokens - page_tokens), row.tokens), fail_in)

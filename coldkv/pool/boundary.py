@@ -93,14 +93,15 @@ def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> 
     if not len(ids):
         return 0
     slotless = host and not pool.size.slots  # the replica is then the only copy, to be restored before it is read
+    owner = np.repeat(np.arange(len(found)), [len(ids) for _, _, ids in found])
     chosen = np.ones(len(ids), dtype=bool)
     if not slotless:
-        chosen[pool.slots.free :] = False
+        chosen = _with_a_slot(pool, found)
         if not chosen.all():
             pool.counters.stayed_hot[POOL_FULL] += int((~chosen).sum())
     if host:
         chosen &= _within_host_budget(pool, ids, chosen)
-    ids = ids[chosen]
+    ids, owner = ids[chosen], owner[chosen]
     if not len(ids):
         return 0
     pages = store.entry[ids].copy()
@@ -118,20 +119,45 @@ def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> 
     if len(copied):
         store.replica[ids[copied]] = replicas
         pool.counters.replicas_written += len(copied)
+    if not slotless:
+        _spend(pool, found, owner)
     if not valid.all():
         refused = ids[~valid]
         pool.counters.stayed_hot[INVALID] += len(refused)
         store.refused[refused] = True
         pool.free_slots(slots[~valid])
-        ids, pages, slots = ids[valid], pages[valid], slots[valid]
+        ids, pages, slots, owner = ids[valid], pages[valid], slots[valid], owner[valid]
     store.entry[ids] = UNMAPPED if slotless else -2 - slots
     store.epoch[ids] += 1
     pool.pages.give(pages)
     pool.counters.retired += len(ids)
+    for (row, _, _), count in zip(found, np.bincount(owner, minlength=len(found)).tolist(), strict=True):
+        kept = min(count, int(pool.refill[row]))
+        pool.refill[row] -= kept
+        pool._promise(row, kept)
     for row, at, wanted in found:
         cold = store.entry[wanted] < 0
         pool.moved(row, at[cold], wanted[cold], hot=-1)
     return len(ids)
+
+
+def _with_a_slot(pool: "KvPool", found) -> np.ndarray:
+    """Bool `[n]` over the pages of `found`, in order: there is a slot, of those promised to the row or to nobody."""
+    chosen, open_to_all = [], pool.unpromised_slots
+    for row, _, ids in found:
+        own = int(pool.promised_slots[row])
+        count = min(len(ids), own + open_to_all)
+        open_to_all -= max(0, count - own)
+        chosen.append(np.arange(len(ids)) < count)
+    return np.concatenate(chosen)
+
+
+def _spend(pool: "KvPool", found, owner: np.ndarray) -> None:
+    """The slots that pages of each row took come off the row's promise."""
+    for (row, _, _), count in zip(found, np.bincount(owner, minlength=len(found)).tolist(), strict=True):
+        spent = min(count, int(pool.promised_slots[row]))
+        pool.promised_slots[row] -= spent
+        pool.promised_slots_total -= spent
 
 
 def _within_host_budget(pool: "KvPool", ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -37,6 +37,9 @@ def violations(pool: "KvPool") -> list[str]:
     found += _dead_records(pool)
     if pool.promised_total != pool.promised.sum() or (pool.promised < 0).any() or pool.unpromised < 0:
         found.append(f"promises: {pool.promised.tolist()}, total {pool.promised_total}, free {pool.pages.free}")
+    slots = pool.promised_slots
+    if pool.promised_slots_total != slots.sum() or (slots < 0).any() or pool.unpromised_slots < 0:
+        found.append(f"promises of slots: {slots.tolist()}, total {pool.promised_slots_total}, free {pool.slots.free}")
     entries = np.where(pool.ids >= 0, store.entry[pool.ids], UNMAPPED)
     if (entries != pool.tables.entries).any():
         row, page = np.argwhere(entries != pool.tables.entries)[0].tolist()
@@ -68,6 +71,7 @@ def _row_violations(pool: "KvPool", row: int) -> list[str]:
     ids, start, tokens = pool.ids[row], int(pool.start[row]), int(pool.tokens[row])
     if not pool.rows.used[row]:
         state = (tokens, start, pool.frontier[row], pool.hot_pages[row], pool.promised[row])
+        state += (pool.promised_slots[row], pool.refill[row])
         return ["not in use, but not empty"] if any(state) or (ids >= 0).any() else []
     found, store = [], pool.store
     mapped = ceil_div(tokens, pool.page_tokens)

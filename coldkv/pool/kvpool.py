@@ -101,6 +101,10 @@ class KvPool:
         self.hot_pages = np.zeros(size.rows, dtype=np.int64)
         self.promised = np.zeros(size.rows, dtype=np.int64)  # physical pages that the row may still take
         self.promised_total = 0
+        # a row in chunks: slots kept for it, and how many of the pages that its passes return stay promised to it
+        self.promised_slots = np.zeros(size.rows, dtype=np.int64)
+        self.promised_slots_total = 0
+        self.refill = np.zeros(size.rows, dtype=np.int64)
         self.counters = PoolCounters()
 
     # -- looking
@@ -109,6 +113,10 @@ class KvPool:
     def unpromised(self) -> int:
         """Free physical pages that no row was promised."""
         return self.pages.free - self.promised_total
+
+    @property
+    def unpromised_slots(self) -> int:
+        return self.slots.free - self.promised_slots_total
 
     def mapped(self, row: int) -> int:
         """Logical pages of a row, those behind a sliding window included."""
@@ -144,21 +152,27 @@ class KvPool:
 
     # -- life of a row
 
-    def open(self, reserve_tokens: int = 0) -> int:
-        """A new empty row, with a promise of pages for `reserve_tokens` tokens. PoolFull: no row, or too few pages."""
-        need = ceil_div(reserve_tokens, self.page_tokens)
-        self._require_free(need)
+    def open(self, reserve_tokens: int = 0, chunk_tokens: int | None = None) -> int:
+        """A new empty row, with a promise of pages for `reserve_tokens` tokens. PoolFull: no row, or too few pages.
+
+        `chunk_tokens`: the row grows by at most so many tokens between two passes. Then it is promised the pages that
+        it needs at one time, slots for the others as far as there are any, and what its passes return to the pool
+        until it has had as many pages as it needs in all.
+        """
+        pages, refill = self._claim(ceil_div(reserve_tokens, self.page_tokens), chunk_tokens)
+        self._require_free(pages)
         row = int(self.rows.take(1)[0])
-        self._promise(row, need)
+        self._grant(row, pages, refill)
         return row
 
     def reserve(self, row: int, tokens: int) -> None:
-        """Set the promise to what the row needs to grow by `tokens` tokens; 0 gives the promise back."""
+        """Set the promise to what the row needs to grow by `tokens` tokens; 0 gives all promises back."""
         self.require_row(row)
         need = ceil_div(int(self.tokens[row]) + tokens, self.page_tokens) - self.mapped(row)
-        change = need - int(self.promised[row])
-        self._require_free(change)
-        self._promise(row, change)
+        self._require_free(need - int(self.promised[row]))
+        self._grant(row, need - int(self.promised[row]), -int(self.refill[row]))
+        self.promised_slots_total -= int(self.promised_slots[row])
+        self.promised_slots[row] = 0
 
     def append(self, row: int, tokens: int) -> np.ndarray:
         """Grow a row by `tokens` tokens -> the physical pages mapped for them, int32 `[n]`.
@@ -196,12 +210,12 @@ class KvPool:
         self._hold_pen(row, max(0, first - 1), new)
         return taken
 
-    def fork(self, row: int, reserve_tokens: int = 0) -> int:
+    def fork(self, row: int, reserve_tokens: int = 0, chunk_tokens: int | None = None) -> int:
         """A second row with the same content, page for page the same; either copies what it writes to."""
         self.require_row(row)
-        return self._clone(row, int(self.tokens[row]), reserve_tokens)
+        return self._clone(row, int(self.tokens[row]), reserve_tokens, chunk_tokens)
 
-    def share(self, row: int, tokens: int, reserve_tokens: int = 0) -> int:
+    def share(self, row: int, tokens: int, reserve_tokens: int = 0, chunk_tokens: int | None = None) -> int:
         """A new row that starts with the first `tokens` tokens of `row`, whole pages, and a promise for more."""
         self.require_row(row)
         if tokens % self.page_tokens or not 0 <= tokens <= self.tokens[row]:
@@ -209,7 +223,7 @@ class KvPool:
             raise PoolError(
                 f"pool: row {row}: share: expected a multiple of {self.page_tokens} up to {whole}, found {tokens}"
             )
-        return self._clone(row, tokens, reserve_tokens)
+        return self._clone(row, tokens, reserve_tokens, chunk_tokens)
 
     def truncate(self, row: int, tokens: int) -> None:
         """Cut a row down to `tokens` tokens (speculative roll-back). Pages of its own stay promised to it.
@@ -236,7 +250,9 @@ class KvPool:
         """End a row: its pages, those that no other row holds, its promise and its cold frontier are gone."""
         self.require_row(row)
         self._drop(row, int(self.start[row]), self.mapped(row))
-        self._promise(row, -int(self.promised[row]))
+        self._grant(row, -int(self.promised[row]), -int(self.refill[row]))
+        self.promised_slots_total -= int(self.promised_slots[row])
+        self.promised_slots[row] = 0
         self.tokens[row] = self.start[row] = self.frontier[row] = 0
         self.rows.give(np.array([row], dtype=np.int32))
 
@@ -322,6 +338,21 @@ class KvPool:
                 f"{self.promised_total} of them promised"
             )
 
+    def _claim(self, new_pages: int, chunk_tokens: int | None) -> tuple[int, int]:
+        """(pages to promise now, pages to promise as passes return them) for `new_pages` more pages of a row."""
+        if chunk_tokens is None or self.policy.name == "none":
+            return new_pages, 0
+        sinks = ceil_div(self.policy.sink_tokens, self.page_tokens)
+        at_once = sinks + ceil_div(self.policy.keep_tokens + chunk_tokens, self.page_tokens) + 1
+        refill = min(max(0, new_pages - at_once), self.unpromised_slots)
+        return new_pages - refill, refill
+
+    def _grant(self, row: int, pages: int, refill: int) -> None:
+        self._promise(row, pages)
+        self.refill[row] += refill
+        self.promised_slots[row] += max(0, refill)
+        self.promised_slots_total += max(0, refill)
+
     def _promise(self, row: int, change: int) -> None:
         self.promised[row] += change
         self.promised_total += change
@@ -343,13 +374,14 @@ class KvPool:
                     self.drop_replicas(ids[-1:])  # the row may write on at any time
                 self.store.writer[last] = row
 
-    def _clone(self, row: int, tokens: int, reserve_tokens: int) -> int:
+    def _clone(self, row: int, tokens: int, reserve_tokens: int, chunk_tokens: int | None) -> int:
         pages = ceil_div(tokens, self.page_tokens)
         need = ceil_div(tokens + reserve_tokens, self.page_tokens) - pages
         need += bool(tokens % self.page_tokens and reserve_tokens)  # the copy of the partial page
-        self._require_free(need)
+        promised, refill = self._claim(need, chunk_tokens)
+        self._require_free(promised)
         new = int(self.rows.take(1)[0])
-        self._promise(new, need)
+        self._grant(new, promised, refill)
         start = min(int(self.start[row]), pages)
         ids = self.ids[row, start:pages]
         self.ids[new, start:pages] = ids
