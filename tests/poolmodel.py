@@ -87,9 +87,9 @@ class Page:
 
 
 class Row:
-    def __init__(self, pages=(), tokens=0, promised=0, refill=0):
-        self.pages, self.tokens, self.promised = list(pages), tokens, promised
-        self.refill = self.slots = refill
+    def __init__(self, pages=(), tokens=0, promised=0, refill=0, slots=0):
+        self.pages, self.tokens = list(pages), tokens
+        self.promised, self.refill, self.slots = promised, refill, slots
 
 
 class Model:
@@ -97,7 +97,6 @@ class Model:
 
     def __init__(self, size: PoolSize, policy: Policy, refused: int | None = REFUSED):
         self.size, self.policy, self.rows, self.refused = size, policy, {}, refused
-        self.hidden = 0  # slots that refused pages hold until a pass is over
 
     def pages(self):
         return {id(page): page for row in self.rows.values() for page in row.pages}.values()
@@ -123,41 +122,41 @@ class Model:
         return old // self.size.page_tokens if old > 0 and self.policy.name != "none" else 0
 
     def claim(self, new_pages, chunk):
-        """(promised at once, promised as passes return pages)"""
+        """(promised at once, promised as passes return pages, promised slots)"""
         if chunk is None or self.policy.name == "none":
-            return new_pages, 0
+            return new_pages, 0, 0
         sinks, window = self.count(self.policy.sink_tokens), self.count(self.policy.keep_tokens + chunk)
         free = self.free_slots() - sum(row.slots for row in self.rows.values())
-        later = min(max(0, new_pages - sinks - window - 1), free)
-        return new_pages - later, later
+        slots = min(max(0, new_pages - sinks - self.policy.keep_tokens // self.size.page_tokens), free)
+        later = min(max(0, new_pages - sinks - window - 1), slots)
+        return new_pages - later, later, slots
 
     def retire(self, rows):
         """Pages that go cold, decided page by page from the start of each row, without any frontier."""
         replicas, retired, seen = self.free_replicas(), 0, set()
+        anyones = self.free_slots() - sum(row.slots for row in self.rows.values())
         for row in rows:
-            others = sum(other.slots for other in self.rows.values() if other is not row)
-            slots = self.free_slots() - self.hidden - others
+            own = row.slots
             for place, page in enumerate(row.pages[: self.limit(row)]):
                 first = place * self.size.page_tokens < self.policy.sink_tokens
                 old = all(place < self.limit(holder) for holder in self.holders(page))
                 if id(page) in seen or first or not page.hot or page.refused or page.pins or page.writing or not old:
                     continue
-                seen.add(id(page))
-                if slots <= 0 or (self.policy.name == "host" and page.replica is None and not replicas):
-                    slots -= slots > 0  # the slot was meant for it; the pass does not look for another page
+                if not own + anyones:
                     continue
-                slots -= 1
+                seen.add(id(page))
+                own, anyones = (own - 1, anyones) if own else (own, anyones - 1)
+                if self.policy.name == "host" and page.replica is None and not replicas:
+                    continue  # the slot was meant for it; the pass does not look for another page
                 row.slots -= row.slots > 0
                 if self.policy.name == "host" and page.replica is None:
                     page.replica, replicas = list(page.values), replicas - 1
                 if page.values[0] == self.refused:
                     page.refused = True
-                    self.hidden += 1
                 else:
                     page.hot = False
                     retired += 1
                     row.promised, row.refill = row.promised + (row.refill > 0), row.refill - (row.refill > 0)
-        self.hidden = 0
         return retired
 
     def warm(self, page):
@@ -242,11 +241,11 @@ class Driver:
     # operations
 
     def open(self, reserve, chunk=None):
-        need, later = self.model.claim(self.model.count(reserve), chunk)
+        need, later, slots = self.model.claim(self.model.count(reserve), chunk)
         allowed = need <= self.model.unpromised() and len(self.model.rows) < self.size.rows
 
         def then(number):
-            self.model.rows[number] = Row(promised=need, refill=later)
+            self.model.rows[number] = Row(promised=need, refill=later, slots=slots)
 
         self.act("open", allowed, lambda: self.pool.open(reserve, chunk), then)
 
@@ -292,7 +291,7 @@ class Driver:
         kept = row.tokens if tokens is None else tokens
         pages = model.count(kept)
         need = model.count(kept + reserve) - pages + bool(kept % self.size.page_tokens and reserve)
-        need, later = model.claim(need, chunk)
+        need, later, slots = model.claim(need, chunk)
         allowed = need <= model.unpromised() and len(model.rows) < self.size.rows
 
         def do():
@@ -301,7 +300,7 @@ class Driver:
             return self.pool.share(number, tokens, reserve, chunk)
 
         def then(new):
-            model.rows[new] = Row(row.pages[:pages], kept, need, later)
+            model.rows[new] = Row(row.pages[:pages], kept, need, later, slots)
 
         self.act("fork" if tokens is None else "share", allowed, do, then)
 

@@ -29,8 +29,8 @@ class Bitmap:
         fewer."""
         if n > self.free:
             raise PoolFull(f"pool: {n} {self.what}s needed, {self.free} of {self.capacity} free")
-        if n == 0:
-            return np.empty(0, dtype=np.int32)
+        if n <= 1:
+            return self._take_one() if n else np.empty(0, dtype=np.int32)
         look, found = max(_LOOK, 2 * n), np.empty(0, dtype=np.int64)
         while len(found) < n:
             found = np.flatnonzero(~self.used[self._low : self._low + look])
@@ -41,14 +41,27 @@ class Bitmap:
         self._low = int(taken[-1]) + 1
         return taken.astype(np.int32)
 
+    def _take_one(self) -> np.ndarray:
+        at = self._low + int(self.used[self._low :].argmin())
+        self.used[at] = True
+        self.count += 1
+        self._low = at + 1
+        return np.array([at], dtype=np.int32)
+
     def give(self, places: np.ndarray) -> None:
         """Free `places`, each of them used and named once; PoolError (and nothing freed) otherwise."""
         if not len(places):
             return
-        if places.min() < 0 or places.max() >= self.capacity:
-            raise PoolError(f"pool: {self.what} {places.min()}..{places.max()}: only {self.capacity} exist")
-        if not self.used[places].all() or len(np.unique(places)) != len(places):
+        low, high = int(places.min()), int(places.max())
+        if low < 0 or high >= self.capacity:
+            raise PoolError(f"pool: {self.what} {low}..{high}: only {self.capacity} exist")
+        if not self.used[places].all() or (len(places) > 1 and not _each_once(places)):
             raise PoolError(f"pool: a {self.what} of {np.sort(places)[:8].tolist()} is freed twice")
         self.used[places] = False
         self.count -= len(places)
-        self._low = min(self._low, int(places.min()))
+        self._low = min(self._low, low)
+
+
+def _each_once(places: np.ndarray) -> bool:
+    ordered = np.sort(places)
+    return bool((ordered[1:] != ordered[:-1]).all())

@@ -13,6 +13,8 @@ from coldkv.pool.store import NOBODY
 if TYPE_CHECKING:
     from coldkv.pool.kvpool import KvPool
 
+_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+
 
 def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
     """Retire what the policy allows in `rows` -> pages that went cold.
@@ -25,18 +27,25 @@ def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
     The frontier moves past pages that are cold or hot for good (sinks, refused); it waits at a page that may go later.
     """
     pool.counters.passes += 1
-    found = []
+    slotless = pool.policy.name == "host" and not pool.size.slots
+    found, anyones = [], pool.unpromised_slots
     claimed = np.empty(0, dtype=np.int32)
     for row in rows:
         expire(pool, row)
-        at, ids = _eligible(pool, row)
+        own = int(pool.promised_slots[row])
+        at, ids = _eligible(pool, row, slotless or own + anyones > 0)
         if len(claimed) and len(ids):
             fresh = ~np.isin(ids, claimed)
             at, ids = at[fresh], ids[fresh]
+        if not slotless and len(ids) > own + anyones:
+            pool.counters.stayed_hot[POOL_FULL] += len(ids) - own - anyones
+            at, ids = at[: own + anyones], ids[: own + anyones]
+        anyones -= max(0, len(ids) - own)
         if len(rows) > 1:
             claimed = np.concatenate([claimed, ids])
-        found.append((row, at, ids))
-    retired = _retire(pool, found)
+        if len(ids):
+            found.append((row, at, ids))
+    retired = _retire(pool, found, slotless) if found else 0
     for row in rows:
         _advance(pool, row)
     return retired
@@ -55,16 +64,18 @@ def expire(pool: "KvPool", row: int) -> None:
         pool.counters.expired += behind - start
 
 
-def _eligible(pool: "KvPool", row: int) -> tuple[np.ndarray, np.ndarray]:
+def _eligible(pool: "KvPool", row: int, any_slots: bool) -> tuple[np.ndarray, np.ndarray]:
     """(places, logical pages) of a row that may go cold now; the others are counted by reason."""
     first, limit = max(int(pool.frontier[row]), int(pool.start[row])), pool.cold_limit(row)
-    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     if first >= limit:
-        return none
+        return _NOTHING
     store = pool.store
     ids = pool.ids[row, first:limit]
-    at = np.arange(first, limit)
     left = store.entry[ids] >= 0
+    if not any_slots:
+        pool.counters.stayed_hot[POOL_FULL] += int(np.count_nonzero(left))  # nothing else is worth looking at
+        return _NOTHING
+    at = np.arange(first, limit)
 
     def stay(mask: np.ndarray, reason: str) -> None:
         nonlocal left
@@ -75,9 +86,11 @@ def _eligible(pool: "KvPool", row: int) -> tuple[np.ndarray, np.ndarray]:
 
     if first < (sinks := ceil_div(pool.policy.sink_tokens, pool.page_tokens)):
         stay(at < sinks, SINK)
-    stay(store.refused[ids], INVALID)
-    stay(store.pins[ids] > 0, PINNED)
-    stay(store.writer[ids] != NOBODY, WRITING)
+    refused, pinned, writing = store.refused[ids], store.pins[ids] > 0, store.writer[ids] != NOBODY
+    if (refused | pinned | writing).any():
+        stay(refused, INVALID)
+        stay(pinned, PINNED)
+        stay(writing, WRITING)
     shared = np.flatnonzero(left & (store.refs[ids] > 1))
     if len(shared):
         recent = np.zeros(len(ids), dtype=bool)
@@ -87,23 +100,17 @@ def _eligible(pool: "KvPool", row: int) -> tuple[np.ndarray, np.ndarray]:
     return at[left], ids[left]
 
 
-def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> int:
+def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]], slotless: bool) -> int:
+    """Pack the pages of `found`, (row, places, logical pages) each, for which there are slots. `slotless`: the host
+    replica becomes the only copy, to be restored before it is read."""
     store, host = pool.store, pool.policy.name == "host"
-    ids = np.concatenate([ids for _, _, ids in found])
-    if not len(ids):
-        return 0
-    slotless = host and not pool.size.slots  # the replica is then the only copy, to be restored before it is read
+    ids = found[0][2] if len(found) == 1 else np.concatenate([ids for _, _, ids in found])
     owner = np.repeat(np.arange(len(found)), [len(ids) for _, _, ids in found])
-    chosen = np.ones(len(ids), dtype=bool)
-    if not slotless:
-        chosen = _with_a_slot(pool, found)
-        if not chosen.all():
-            pool.counters.stayed_hot[POOL_FULL] += int((~chosen).sum())
     if host:
-        chosen &= _within_host_budget(pool, ids, chosen)
-    ids, owner = ids[chosen], owner[chosen]
-    if not len(ids):
-        return 0
+        fits = _within_host_budget(pool, ids)
+        ids, owner = ids[fits], owner[fits]
+        if not len(ids):
+            return 0
     pages = store.entry[ids].copy()
     copied = np.flatnonzero(store.replica[ids] == NO_REPLICA) if host else np.empty(0, dtype=np.int64)
     slots = pool.slots.take(0 if slotless else len(ids))
@@ -141,17 +148,6 @@ def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]]) -> 
     return len(ids)
 
 
-def _with_a_slot(pool: "KvPool", found) -> np.ndarray:
-    """Bool `[n]` over the pages of `found`, in order: there is a slot, of those promised to the row or to nobody."""
-    chosen, open_to_all = [], pool.unpromised_slots
-    for row, _, ids in found:
-        own = int(pool.promised_slots[row])
-        count = min(len(ids), own + open_to_all)
-        open_to_all -= max(0, count - own)
-        chosen.append(np.arange(len(ids)) < count)
-    return np.concatenate(chosen)
-
-
 def _spend(pool: "KvPool", found, owner: np.ndarray) -> None:
     """The slots that pages of each row took come off the row's promise."""
     for (row, _, _), count in zip(found, np.bincount(owner, minlength=len(found)).tolist(), strict=True):
@@ -160,13 +156,12 @@ def _spend(pool: "KvPool", found, owner: np.ndarray) -> None:
         pool.promised_slots_total -= spent
 
 
-def _within_host_budget(pool: "KvPool", ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Bool `[n]`: the page has a replica already or, of those `chosen` in order, finds room for one."""
-    needs = chosen & (pool.store.replica[ids] == NO_REPLICA)
+def _within_host_budget(pool: "KvPool", ids: np.ndarray) -> np.ndarray:
+    """Bool `[n]`: the page has a replica already or, one after the other, finds room for one."""
+    needs = pool.store.replica[ids] == NO_REPLICA
     fits = ~needs | (np.cumsum(needs) <= pool.replicas.free)
-    left_out = int((chosen & ~fits).sum())
-    if left_out:
-        pool.counters.stayed_hot[HOST_FULL] += left_out
+    if not fits.all():
+        pool.counters.stayed_hot[HOST_FULL] += int((~fits).sum())
     return fits
 
 

@@ -159,10 +159,10 @@ class KvPool:
         it needs at one time, slots for the others as far as there are any, and what its passes return to the pool
         until it has had as many pages as it needs in all.
         """
-        pages, refill = self._claim(ceil_div(reserve_tokens, self.page_tokens), chunk_tokens)
+        pages, refill, slots = self._claim(ceil_div(reserve_tokens, self.page_tokens), chunk_tokens)
         self._require_free(pages)
         row = int(self.rows.take(1)[0])
-        self._grant(row, pages, refill)
+        self._grant(row, pages, refill, slots)
         return row
 
     def reserve(self, row: int, tokens: int) -> None:
@@ -170,9 +170,7 @@ class KvPool:
         self.require_row(row)
         need = ceil_div(int(self.tokens[row]) + tokens, self.page_tokens) - self.mapped(row)
         self._require_free(need - int(self.promised[row]))
-        self._grant(row, need - int(self.promised[row]), -int(self.refill[row]))
-        self.promised_slots_total -= int(self.promised_slots[row])
-        self.promised_slots[row] = 0
+        self._grant(row, need - int(self.promised[row]), -int(self.refill[row]), -int(self.promised_slots[row]))
 
     def append(self, row: int, tokens: int) -> np.ndarray:
         """Grow a row by `tokens` tokens -> the physical pages mapped for them, int32 `[n]`.
@@ -192,8 +190,11 @@ class KvPool:
         need = new - old + splits
         promised = min(need, int(self.promised[row]))
         self._require_free(need - promised)
-        copy = filled(self, self.ids[row, old - 1 : old]) if splits else np.empty(0, dtype=np.int32)
-        taken = np.concatenate([copy, self.pages.take(need - splits)])
+        if splits:
+            copy = filled(self, self.ids[row, old - 1 : old])
+            taken = np.concatenate([copy, self.pages.take(need - 1)])
+        else:
+            taken = self.pages.take(need)
         self._promise(row, -promised)
         ids = self.store.create(taken)
         first = old - 1 if splits else old
@@ -250,9 +251,7 @@ class KvPool:
         """End a row: its pages, those that no other row holds, its promise and its cold frontier are gone."""
         self.require_row(row)
         self._drop(row, int(self.start[row]), self.mapped(row))
-        self._grant(row, -int(self.promised[row]), -int(self.refill[row]))
-        self.promised_slots_total -= int(self.promised_slots[row])
-        self.promised_slots[row] = 0
+        self._grant(row, -int(self.promised[row]), -int(self.refill[row]), -int(self.promised_slots[row]))
         self.tokens[row] = self.start[row] = self.frontier[row] = 0
         self.rows.give(np.array([row], dtype=np.int32))
 
@@ -338,20 +337,22 @@ class KvPool:
                 f"{self.promised_total} of them promised"
             )
 
-    def _claim(self, new_pages: int, chunk_tokens: int | None) -> tuple[int, int]:
-        """(pages to promise now, pages to promise as passes return them) for `new_pages` more pages of a row."""
+    def _claim(self, new_pages: int, chunk_tokens: int | None) -> tuple[int, int, int]:
+        """(pages to promise now, pages to promise as passes return them, slots) for `new_pages` more pages of a row."""
         if chunk_tokens is None or self.policy.name == "none":
-            return new_pages, 0
+            return new_pages, 0, 0
         sinks = ceil_div(self.policy.sink_tokens, self.page_tokens)
         at_once = sinks + ceil_div(self.policy.keep_tokens + chunk_tokens, self.page_tokens) + 1
-        refill = min(max(0, new_pages - at_once), self.unpromised_slots)
-        return new_pages - refill, refill
+        kept = sinks + self.policy.keep_tokens // self.page_tokens
+        slots = min(max(0, new_pages - kept), self.unpromised_slots)
+        refill = min(max(0, new_pages - at_once), slots)
+        return new_pages - refill, refill, slots
 
-    def _grant(self, row: int, pages: int, refill: int) -> None:
+    def _grant(self, row: int, pages: int, refill: int, slots: int) -> None:
         self._promise(row, pages)
         self.refill[row] += refill
-        self.promised_slots[row] += max(0, refill)
-        self.promised_slots_total += max(0, refill)
+        self.promised_slots[row] += slots
+        self.promised_slots_total += slots
 
     def _promise(self, row: int, change: int) -> None:
         self.promised[row] += change
@@ -378,10 +379,10 @@ class KvPool:
         pages = ceil_div(tokens, self.page_tokens)
         need = ceil_div(tokens + reserve_tokens, self.page_tokens) - pages
         need += bool(tokens % self.page_tokens and reserve_tokens)  # the copy of the partial page
-        promised, refill = self._claim(need, chunk_tokens)
+        promised, refill, slots = self._claim(need, chunk_tokens)
         self._require_free(promised)
         new = int(self.rows.take(1)[0])
-        self._grant(new, promised, refill)
+        self._grant(new, promised, refill, slots)
         start = min(int(self.start[row]), pages)
         ids = self.ids[row, start:pages]
         self.ids[new, start:pages] = ids
