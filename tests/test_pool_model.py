@@ -78,7 +78,7 @@ MUTATIONS = {
         "boundary.py", "    if not valid.all():", "    if not valid.any():"
     ),
     "a partial page that another row holds is written on": (
-        "kvpool.py", "splits = last != NO_PAGE and self.store.refs[last] > 1", "splits = False"
+        "kvpool.py", "splits = last != NO_PAGE and int(self.store.refs[last]) > 1", "splits = False"
     ),
     "the window keeps one page too few": (
         "policy.py", "(tokens - self.keep_tokens) // page_tokens", "-(-(tokens - self.keep_tokens) // page_tokens)"

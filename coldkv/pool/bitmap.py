@@ -31,6 +31,12 @@ class Bitmap:
             raise PoolFull(f"pool: {n} {self.what}s needed, {self.free} of {self.capacity} free")
         if n <= 1:
             return self._take_one() if n else np.empty(0, dtype=np.int32)
+        first = self._low + int(self.used[self._low :].argmin())
+        if not self.used[first : first + n].any() and first + n <= self.capacity:  # mostly they lie together
+            self.used[first : first + n] = True
+            self.count += n
+            self._low = first + n
+            return np.arange(first, first + n, dtype=np.int32)
         look, found = max(_LOOK, 2 * n), np.empty(0, dtype=np.int64)
         while len(found) < n:
             found = np.flatnonzero(~self.used[self._low : self._low + look])
@@ -52,16 +58,38 @@ class Bitmap:
         """Free `places`, each of them used and named once; PoolError (and nothing freed) otherwise."""
         if not len(places):
             return
-        low, high = int(places.min()), int(places.max())
+        one_by_one = places.tolist()
+        low, high = min(one_by_one), max(one_by_one)
         if low < 0 or high >= self.capacity:
             raise PoolError(f"pool: {self.what} {low}..{high}: only {self.capacity} exist")
-        if not self.used[places].all() or (len(places) > 1 and not _each_once(places)):
-            raise PoolError(f"pool: a {self.what} of {np.sort(places)[:8].tolist()} is freed twice")
+        if not self.used[places].all() or len(set(one_by_one)) != len(one_by_one):
+            raise PoolError(f"pool: a {self.what} of {sorted(one_by_one)[:8]} is freed twice")
+        self._give(places, low)
+
+    def _give(self, places: np.ndarray, low: int) -> None:
         self.used[places] = False
         self.count -= len(places)
         self._low = min(self._low, low)
 
 
-def _each_once(places: np.ndarray) -> bool:
-    ordered = np.sort(places)
-    return bool((ordered[1:] != ordered[:-1]).all())
+class Handles(Bitmap):
+    """Places whose order does not matter: the one freed last is taken first, without a search."""
+
+    def __init__(self, capacity: int, what: str):
+        super().__init__(capacity, what)
+        self._stack = np.arange(capacity, dtype=np.int32)[::-1].copy()  # the free ones are its first `free`
+
+    def take(self, n: int) -> np.ndarray:
+        free = self.free
+        if n > free:
+            raise PoolFull(f"pool: {n} {self.what}s needed, {free} of {self.capacity} free")
+        taken = self._stack[free - n : free].copy()
+        self.used[taken] = True
+        self.count += n
+        return taken
+
+    def _give(self, places: np.ndarray, low: int) -> None:
+        free = self.free
+        self._stack[free : free + len(places)] = places
+        self.used[places] = False
+        self.count -= len(places)

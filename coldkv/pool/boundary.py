@@ -13,7 +13,7 @@ from coldkv.pool.store import NOBODY
 if TYPE_CHECKING:
     from coldkv.pool.kvpool import KvPool
 
-_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), False
 
 
 def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
@@ -28,12 +28,13 @@ def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
     """
     pool.counters.passes += 1
     slotless = pool.policy.name == "host" and not pool.size.slots
-    found, anyones = [], pool.unpromised_slots
+    found, unsure, anyones = [], [], pool.unpromised_slots
     claimed = np.empty(0, dtype=np.int32)
     for row in rows:
         expire(pool, row)
         own = int(pool.promised_slots[row])
-        at, ids = _eligible(pool, row, slotless or own + anyones > 0)
+        at, ids, waits = _eligible(pool, row, slotless or own + anyones > 0)
+        looked_at = len(ids)
         if len(claimed) and len(ids):
             fresh = ~np.isin(ids, claimed)
             at, ids = at[fresh], ids[fresh]
@@ -45,9 +46,15 @@ def boundary_pass(pool: "KvPool", rows: Sequence[int]) -> int:
             claimed = np.concatenate([claimed, ids])
         if len(ids):
             found.append((row, at, ids))
+        if waits or len(ids) < looked_at:
+            unsure.append(row)
     retired = _retire(pool, found, slotless) if found else 0
+    all_gone = retired == sum(len(ids) for _, _, ids in found)
     for row in rows:
-        _advance(pool, row)
+        if all_gone and row not in unsure:
+            pool.frontier[row] = max(int(pool.frontier[row]), pool.cold_limit(row))
+        else:
+            _advance(pool, row)
     return retired
 
 
@@ -64,8 +71,9 @@ def expire(pool: "KvPool", row: int) -> None:
         pool.counters.expired += behind - start
 
 
-def _eligible(pool: "KvPool", row: int, any_slots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(places, logical pages) of a row that may go cold now; the others are counted by reason."""
+def _eligible(pool: "KvPool", row: int, any_slots: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(places, logical pages) of a row that may go cold now, the others counted by reason; whether some of those may go
+    later."""
     first, limit = max(int(pool.frontier[row]), int(pool.start[row])), pool.cold_limit(row)
     if first >= limit:
         return _NOTHING
@@ -74,8 +82,9 @@ def _eligible(pool: "KvPool", row: int, any_slots: bool) -> tuple[np.ndarray, np
     left = store.entry[ids] >= 0
     if not any_slots:
         pool.counters.stayed_hot[POOL_FULL] += int(np.count_nonzero(left))  # nothing else is worth looking at
-        return _NOTHING
+        return *_NOTHING[:2], True
     at = np.arange(first, limit)
+    waits = False
 
     def stay(mask: np.ndarray, reason: str) -> None:
         nonlocal left
@@ -91,69 +100,89 @@ def _eligible(pool: "KvPool", row: int, any_slots: bool) -> tuple[np.ndarray, np
         stay(refused, INVALID)
         stay(pinned, PINNED)
         stay(writing, WRITING)
-    shared = np.flatnonzero(left & (store.refs[ids] > 1))
-    if len(shared):
+        waits = bool((pinned | writing).any())
+    shared = left & (store.refs[ids] > 1)
+    if shared.any():
+        shared = np.flatnonzero(shared)
         recent = np.zeros(len(ids), dtype=bool)
         for other, held in pool.holders(row, at[shared], ids[shared]):
             recent[shared[held]] |= at[shared[held]] >= pool.cold_limit(other)
         stay(recent, SHARED_RECENT)
-    return at[left], ids[left]
+        waits = waits or bool(recent.any())
+    return at[left], ids[left], waits
 
 
 def _retire(pool: "KvPool", found: list[tuple[int, np.ndarray, np.ndarray]], slotless: bool) -> int:
     """Pack the pages of `found`, (row, places, logical pages) each, for which there are slots. `slotless`: the host
     replica becomes the only copy, to be restored before it is read."""
     store, host = pool.store, pool.policy.name == "host"
-    ids = found[0][2] if len(found) == 1 else np.concatenate([ids for _, _, ids in found])
-    owner = np.repeat(np.arange(len(found)), [len(ids) for _, _, ids in found])
+    ids, owner = found[0][2], None
+    if len(found) > 1:
+        ids = np.concatenate([ids for _, _, ids in found])
+        owner = np.repeat(np.arange(len(found)), [len(ids) for _, _, ids in found])
     if host:
         fits = _within_host_budget(pool, ids)
-        ids, owner = ids[fits], owner[fits]
+        ids, owner = ids[fits], None if owner is None else owner[fits]
         if not len(ids):
             return 0
-    pages = store.entry[ids].copy()
-    copied = np.flatnonzero(store.replica[ids] == NO_REPLICA) if host else np.empty(0, dtype=np.int64)
+    pages = store.entry[ids]
     slots = pool.slots.take(0 if slotless else len(ids))
-    replicas = pool.replicas.take(len(copied))
     try:
-        valid = np.ones(len(ids), dtype=bool) if slotless else pool.payload.pack(pages, slots)
-        if len(copied):
-            pool.payload.to_host(pages[copied], replicas)
+        copied, replicas = _copy_to_host(pool, ids, pages) if host else (_NOTHING[1], _NOTHING[1])
+        try:
+            valid = None if slotless else pool.payload.pack(pages, slots)
+        except BaseException:
+            pool.replicas.give(replicas)
+            raise
     except BaseException:
         pool.slots.give(slots)
-        pool.replicas.give(replicas)
         raise
-    if len(copied):
-        store.replica[ids[copied]] = replicas
-        pool.counters.replicas_written += len(copied)
+    store.replica[copied] = replicas
+    pool.counters.replicas_written += len(copied)
     if not slotless:
-        _spend(pool, found, owner)
-    if not valid.all():
-        refused = ids[~valid]
-        pool.counters.stayed_hot[INVALID] += len(refused)
-        store.refused[refused] = True
-        pool.free_slots(slots[~valid])
-        ids, pages, slots, owner = ids[valid], pages[valid], slots[valid], owner[valid]
+        for (row, _, _), count in zip(found, _counts(found, owner, len(ids)), strict=True):
+            spent = min(count, int(pool.promised_slots[row]))
+            pool.promised_slots[row] -= spent
+            pool.promised_slots_total -= spent
+        if not valid.all():
+            refused = ids[~valid]
+            pool.counters.stayed_hot[INVALID] += len(refused)
+            store.refused[refused] = True
+            pool.free_slots(slots[~valid])
+            ids, pages, slots = ids[valid], pages[valid], slots[valid]
+            owner = None if owner is None else owner[valid]
     store.entry[ids] = UNMAPPED if slotless else -2 - slots
     store.epoch[ids] += 1
     pool.pages.give(pages)
     pool.counters.retired += len(ids)
-    for (row, _, _), count in zip(found, np.bincount(owner, minlength=len(found)).tolist(), strict=True):
+    for (row, at, wanted), count in zip(found, _counts(found, owner, len(ids)), strict=True):
         kept = min(count, int(pool.refill[row]))
-        pool.refill[row] -= kept
-        pool._promise(row, kept)
-    for row, at, wanted in found:
-        cold = store.entry[wanted] < 0
-        pool.moved(row, at[cold], wanted[cold], hot=-1)
+        if kept:
+            pool.refill[row] -= kept
+            pool._promise(row, kept)
+        if count < len(wanted):
+            cold = store.entry[wanted] < 0
+            at, wanted = at[cold], wanted[cold]
+        pool.moved(row, at, wanted, hot=-1)
     return len(ids)
 
 
-def _spend(pool: "KvPool", found, owner: np.ndarray) -> None:
-    """The slots that pages of each row took come off the row's promise."""
-    for (row, _, _), count in zip(found, np.bincount(owner, minlength=len(found)).tolist(), strict=True):
-        spent = min(count, int(pool.promised_slots[row]))
-        pool.promised_slots[row] -= spent
-        pool.promised_slots_total -= spent
+def _copy_to_host(pool: "KvPool", ids: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Replicas of those logical pages that have none -> (the logical pages, their replicas)."""
+    lacking = pool.store.replica[ids] == NO_REPLICA
+    replicas = pool.replicas.take(int(lacking.sum()))
+    try:
+        if len(replicas):
+            pool.payload.to_host(pages[lacking], replicas)
+    except BaseException:
+        pool.replicas.give(replicas)
+        raise
+    return ids[lacking], replicas
+
+
+def _counts(found: list, owner: np.ndarray | None, total: int) -> list[int]:
+    """How many of `total` pages are of each row of `found`; `owner`: its number for each page, None for one row."""
+    return [total] if owner is None else np.bincount(owner, minlength=len(found)).tolist()
 
 
 def _within_host_budget(pool: "KvPool", ids: np.ndarray) -> np.ndarray:

@@ -186,7 +186,7 @@ class KvPool:
         if new > self.size.row_pages:
             raise PoolFull(f"pool: row {row}: {new} pages needed, a row has at most {self.size.row_pages}")
         last = self.ids[row, old - 1] if tokens and before % self.page_tokens else NO_PAGE
-        splits = last != NO_PAGE and self.store.refs[last] > 1
+        splits = last != NO_PAGE and int(self.store.refs[last]) > 1
         need = new - old + splits
         promised = min(need, int(self.promised[row]))
         self._require_free(need - promised)
@@ -205,10 +205,13 @@ class KvPool:
         self.hot_pages[row] += new - old
         self.tokens[row] += tokens
         self.counters.mapped += need
-        self._publish(row, first, new)
-        if last != NO_PAGE and not splits and self.store.replica[last] != NO_REPLICA:
-            self.drop_replicas(self.ids[row, old - 1 : old])  # its content grows
-        self._hold_pen(row, max(0, first - 1), new)
+        self.tables.publish_indices(row, first, taken)
+        if last != NO_PAGE and not splits:  # its content grows
+            self.store.writer[last] = NOBODY
+            if self.store.replica[last] != NO_REPLICA:
+                self.drop_replicas(self.ids[row, old - 1 : old])
+        if tokens and (before + tokens) % self.page_tokens:
+            self.store.writer[self.ids[row, new - 1]] = row
         return taken
 
     def fork(self, row: int, reserve_tokens: int = 0, chunk_tokens: int | None = None) -> int:
@@ -359,9 +362,8 @@ class KvPool:
         self.promised_total += change
 
     def _publish(self, row: int, first: int, stop: int) -> None:
-        if stop > first:
-            ids = self.ids[row, first:stop]
-            self.tables.publish_indices(row, first, np.where(ids == NO_PAGE, UNMAPPED, self.store.entry[ids]))
+        """Publish the entries of mapped pages."""
+        self.tables.publish_indices(row, first, self.store.entry[self.ids[row, first:stop]])
 
     def _hold_pen(self, row: int, first: int, stop: int) -> None:
         """Of pages `[first, stop)`, the partial one at the row's end has the row as its writer, whole ones nobody."""
@@ -400,7 +402,7 @@ class KvPool:
         ids = self.ids[row, first:stop].copy()
         self.hot_pages[row] -= self.store.hot(ids).sum()
         self.ids[row, first:stop] = NO_PAGE
-        self._publish(row, first, stop)
+        self.tables.publish_indices(row, first, np.full(len(ids), UNMAPPED, dtype=np.int32))
         self.store.refs[ids] -= 1
         own = ids[self.store.writer[ids] == row]
         self.store.writer[own] = NOBODY

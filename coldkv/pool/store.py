@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from coldkv.pool.bitmap import Bitmap
+from coldkv.pool.bitmap import Handles
 from coldkv.pool.layout import NO_REPLICA, UNMAPPED
 
 NOBODY = -1
@@ -19,7 +19,7 @@ class LogicalStore:
     """
 
     def __init__(self, capacity: int):
-        self.ids = Bitmap(capacity, "logical page")
+        self.ids = Handles(capacity, "logical page")
         self.entry = np.full(capacity, UNMAPPED, dtype=np.int32)
         self.refs = np.zeros(capacity, dtype=np.int32)
         self.writer = np.full(capacity, NOBODY, dtype=np.int32)

@@ -30,7 +30,7 @@ class Rates:
 
     prefill: float = 8000.0
     decode: float = 20.0
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 4096
     retain: bool = False
 
 
