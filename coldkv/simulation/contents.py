@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from coldkv.coldplane import prepare_codec
-from coldkv.errors import InputError
+from coldkv.errors import GateFailure, InputError
 from coldkv.geometry import Geometry
 from coldkv.pool.kvpool import KvPool
-from coldkv.pool.layout import NO_REPLICA
+from coldkv.pool.layout import place
 from coldkv.pool.regions import Regions
 from coldkv.simulation.shape import Shape
 from coldkv.simulation.traces import Request
@@ -112,7 +112,7 @@ class Contents:
     def verify(self, row: int) -> int:
         """Compare all pages of a row, in all layers, with what the tier and the codec promise -> pages compared.
 
-        AssertionError naming the first that differs.
+        GateFailure naming the first that differs.
         """
         pool = self.pool
         ids = pool.ids[row, pool.start[row] : pool.mapped(row)]
@@ -122,8 +122,8 @@ class Contents:
                 found = self.payload.values(number, name, entries)
                 for at, (entry, key) in enumerate(zip(entries.tolist(), keys.tolist(), strict=True)):
                     if not torch.equal(found[at], self._wanted(number, name, key, entry < 0)):
-                        raise AssertionError(f"row {row}, page {at}, layer {number}, plane {name}: wrong content")
-        assert bool((pool.store.replica[ids] == NO_REPLICA).all()) or pool.policy.name == "host"
+                        where = place(layer.index, name)
+                        raise GateFailure(f"simulate: sequence row {row}, page {at}, {where}: wrong content")
         return len(ids)
 
     def _wanted(self, number: int, name: str, key: int, cold: bool) -> torch.Tensor:

@@ -329,7 +329,7 @@ class Engine:
         waits = sorted(self.waits)
         if waits:
             outcome.wait_mean_s = sum(waits) / len(waits)
-            outcome.wait_p99_s, outcome.wait_max_s = waits[(99 * (len(waits) - 1)) // 100], waits[-1]
+            outcome.wait_p99_s, outcome.wait_max_s = waits[-(-99 * (len(waits) - 1) // 100)], waits[-1]
         outcome.retired, outcome.restored = counters.retired, counters.restored
         both = counters.retired + counters.restored_from_slots
         outcome.moved_bytes = both * (self.page_bytes + self.slot_bytes)

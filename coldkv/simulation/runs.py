@@ -1,4 +1,4 @@
-"""The runs of one `coldkv simulate`: policy none, the chosen policies, and the points of a sweep, one trace through each.
+"""The runs of one `coldkv simulate`: policy none, the chosen policies, the points of a sweep; one trace through each.
 
 `coldkv.simulate/1` is the document that comes out.
 """
