@@ -195,7 +195,8 @@ def test_the_time_series_and_its_picture(tmp_path, capsys):
 def test_real_bytes_are_what_the_codec_promises(tmp_path, capsys, codec):
     trace = own_trace(tmp_path / "t.jsonl", busy(12))
     done = simulate(capsys, trace, "--device-bytes", "1m", "--payload", "synthetic", "--codec", codec, "--json",
-                    "--cold-keep-tokens", 32, "--chunk-tokens", 64, "--policy", "window", "--policy", "host")  # fmt: skip
+                    "--cold-keep-tokens", 32, "--chunk-tokens", 64, "--policy", "window",
+                    "--policy", "host")  # fmt: skip
     none, window, host = rows_of(done)
     assert window["verified_pages"] == none["verified_pages"] > 100
     assert window["retired"] > 50 and host["retired"] > 50
