@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from clirun import in_process
+from clirun import ROOT, in_process
 from poolkit import make_dump
 
 from coldkv.errors import InputError
@@ -283,3 +283,27 @@ def test_bookkeeping_is_fast_and_its_memory_flat():
 def test_setups_refuse_what_is_no_policy():
     with pytest.raises(InputError):
         Policy("warm")
+
+
+def measured_table(folder):
+    """The rows of the committed runs as docs/simulate.md shows them."""
+    lines = [
+        "| trace | device | codec | policy | delayed | mean wait s | p99 wait s | resident tokens (mean) | "
+        "peak bytes | pages retired | bytes moved | page events/s |",
+        "| :-- | --: | :-- | :-- | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        for row in document["rows"]:
+            codec = "-" if row["policy"] == "none" else ", ".join(document["run"]["codecs"])
+            lines.append(
+                f"| {document['run']['trace']} | {row['device_bytes'] / 2**30:.2f} GiB | {codec} | {row['policy']} | "
+                f"{row['delayed']:,} | {row['wait_mean_s']:.2f} | {row['wait_p99_s']:.2f} | "
+                f"{row['mean_tokens']:,.0f} | {row['peak_device_bytes']:,} | {row['retired']:,} | {row['moved_bytes'] / 1e9:,.0f} GB | "
+                f"{row['page_events_per_s']:,.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def test_the_measured_table_is_what_the_files_say():
+    assert measured_table(ROOT / "results" / "simulate") in (ROOT / "docs" / "simulate.md").read_text()

@@ -14,10 +14,9 @@ from coldkv.formats import FORMATS
 from coldkv.pool.faults import PoolError
 from coldkv.pool.layout import PlaneLayout, SlotLayout, place
 from coldkv.pool.payload import NoPayload
-from coldkv.pool.reader import runs
 from coldkv.tiers import HotPlane, empty_plane
 
-CPU_CHUNK_BYTES = 1 << 20
+CPU_CHUNK_BYTES = 2 << 20
 DEVICE_CHUNK_BYTES = 64 << 20
 HOST_SEGMENT_PAGES = 64  # host memory is taken as replicas come, this many pages at a time
 
@@ -88,11 +87,13 @@ class Regions(NoPayload):
         self.require_valid(slots)
         for number, layer, name, plane, part in self._work(len(pages)):
             records = self._records(number, name, slots[part])
-            if plane.codec is None:
-                hot = _uncarried(records, self._buffer(layer, plane, len(records)))
-            else:
-                hot = self._restore(plane, layer, records)
-            self._put(self.hot[number][name], hot, pages[part], layer.geometry.kv_heads)
+            target, heads = self.hot[number][name], layer.geometry.kv_heads
+            direct = _in_a_row(pages[part])  # then no copy is needed after the kernel
+            first = int(pages[part][0]) * heads
+            into = target[first : first + len(records)] if direct else self._buffer(layer, plane, len(records))
+            hot = _uncarried(records, into) if plane.codec is None else self._restore(plane, layer, records, into)
+            if hot is not into or not direct:
+                self._put(target, hot, pages[part], heads)
 
     def copy(self, source, target):
         for number, layer, name, _, part in self._work(len(source)):
@@ -183,9 +184,8 @@ class Regions(NoPayload):
         """Head-pages of physical `pages`: a view where they lie together, else copied into a scratch plane."""
         layer = self.layers[number]
         heads, hot = layer.geometry.kv_heads, self.hot[number][name]
-        first, last = int(pages[0]), int(pages[-1])
-        if last - first + 1 == len(pages) and (np.diff(pages) == 1).all():
-            return hot[first * heads : (last + 1) * heads]
+        if _in_a_row(pages):
+            return hot[int(pages[0]) * heads : (int(pages[-1]) + 1) * heads]
         found = self._buffer(layer, layer.planes[name], len(pages) * heads)
         for target, source in zip(_tensors(found), _tensors(hot), strict=True):
             _collect(target.unflatten(0, (-1, heads)), source.unflatten(0, (-1, heads)), pages)
@@ -210,18 +210,18 @@ class Regions(NoPayload):
         out = self._bytes("slots", n, plane.stride), self._bytes("valid", n, dtype=torch.int32)
         return self.backend.encode(plane.codec, hot, layer.geometry, out=out)
 
-    def _restore(self, plane: PlaneLayout, layer: SlotLayout, records: torch.Tensor) -> HotPlane:
-        """Hot plane in the layer's own format: as the codec restores it, or through fp32 and the tier's quantizer where
-        the codec's restored values have another format."""
+    def _restore(self, plane: PlaneLayout, layer: SlotLayout, records: torch.Tensor, into: HotPlane) -> HotPlane:
+        """Hot plane in the layer's own format, `into` if the backend can write there: as the codec restores it, or
+        through fp32 and the tier's quantizer where the codec's restored values have another format."""
         backend, codec, geometry = self.backend, plane.codec, layer.geometry
         compiled = backend.name != "torch"
-        out = {"out": self._buffer(layer, plane, len(records))} if compiled else {}
+        out = {"out": into} if compiled and codec.native is not None else {}
         if codec.restored_format(plane.format) == plane.format:
             return backend.restore(codec, records, geometry, plane.format, **out)
         shape = (len(records), geometry.page_tokens, geometry.head_dim)
-        into = {"out": self._bytes("values", *shape, dtype=torch.float32)} if compiled else {}
-        values = backend.decode(codec, records, geometry, plane.format, **into)
-        return backend.quantize(plane.format, values, **out)
+        scratch = {"out": self._bytes("values", *shape, dtype=torch.float32)} if compiled else {}
+        values = backend.decode(codec, records, geometry, plane.format, **scratch)
+        return backend.quantize(plane.format, values, **({"out": into} if compiled else {}))
 
     def _exchange(self, pages: np.ndarray, replicas: np.ndarray, *, to_host: bool) -> None:
         segments, within = np.divmod(replicas, HOST_SEGMENT_PAGES)
@@ -284,15 +284,25 @@ def _scatter(target: torch.Tensor, places: np.ndarray, source: torch.Tensor) -> 
     """target[places[i]] = source[i]"""
     if target.device.type != "cpu":
         target[torch.from_numpy(places.astype(np.int64)).to(target.device)] = source
-        return
-    for at, first, stop in runs(places.tolist()):  # block copies: indexing bytes one by one is many times slower
-        target[first:stop] = source[at : at + stop - first]
+    elif _in_a_row(places):
+        target[int(places[0]) : int(places[-1]) + 1] = source
+    else:
+        _numpy(target)[places] = _numpy(source)  # copies whole rows; torch goes through them element by element
 
 
 def _collect(target: torch.Tensor, source: torch.Tensor, places: np.ndarray) -> None:
     """target[i] = source[places[i]]"""
     if target.device.type != "cpu":
         target.copy_(source[torch.from_numpy(places.astype(np.int64)).to(target.device)])
-        return
-    for at, first, stop in runs(places.tolist()):
-        target[at : at + stop - first] = source[first:stop]
+    elif _in_a_row(places):
+        target[:] = source[int(places[0]) : int(places[-1]) + 1]
+    else:
+        _numpy(target)[:] = _numpy(source)[places]
+
+
+def _in_a_row(places: np.ndarray) -> bool:
+    return int(places[-1]) - int(places[0]) + 1 == len(places) and bool((np.diff(places) == 1).all())
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
