@@ -299,7 +299,8 @@ def measured_table(folder):
             lines.append(
                 f"| {document['run']['trace']} | {row['device_bytes'] / 2**30:.2f} GiB | {codec} | {row['policy']} | "
                 f"{row['delayed']:,} | {row['wait_mean_s']:.2f} | {row['wait_p99_s']:.2f} | "
-                f"{row['mean_tokens']:,.0f} | {row['peak_device_bytes']:,} | {row['retired']:,} | {row['moved_bytes'] / 1e9:,.0f} GB | "
+                f"{row['mean_tokens']:,.0f} | {row['peak_device_bytes']:,} | {row['retired']:,} | "
+                f"{row['moved_bytes'] / 1e9:,.0f} GB | "
                 f"{row['page_events_per_s']:,.0f} |"
             )
     return "\n".join(lines) + "\n"
