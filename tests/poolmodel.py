@@ -273,7 +273,8 @@ class Driver:
                 page.replica = None
                 self.bytes.write(self.pool.tables.entries[number, place // page_tokens], at, part)
                 place, left = place + len(part), left[len(part) :]
-            model.settle(row)
+            if count:  # appending nothing writes nothing
+                model.settle(row)
 
         self.act("append", allowed, lambda: self.pool.append(number, count), then, fail_in)
 
