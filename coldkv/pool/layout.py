@@ -59,18 +59,59 @@ class PlaneLayout:
 
 
 @dataclass(frozen=True)
-class LayerLayout:
-    """One layer: geometry, planes (K before V; MLA has K only), and how many slots, hot tokens and replicas it has.
+class SlotLayout:
+    """Planes of one layer (K before V; MLA has K only) and the byte addresses of their slots.
 
     A slot holds one page of all KV heads and planes: `pitch` bytes, K of head 0, K of head 1, ..., V of head 0, ...
+    """
+
+    index: int  # the model's layer number
+    geometry: Geometry
+    planes: dict[str, PlaneLayout]
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether every plane has a codec."""
+        return all(plane.codec is not None for plane in self.planes.values())
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of one slot, all planes and heads."""
+        return self.geometry.kv_heads * sum(plane.stride for plane in self.planes.values())
+
+    def plane_offset(self, plane: str) -> int:
+        """Byte of head 0 of `plane` inside a slot."""
+        names = list(self.planes)
+        before = names[: names.index(plane)]
+        return self.geometry.kv_heads * sum(self.planes[name].stride for name in before)
+
+    def record_offset(self, slot: int, plane: str, head: int) -> int:
+        """Byte of a slot record inside the layer's slot region.
+
+        With equal strides this is slot*2*H*stride + plane*H*stride + head*stride; slot*stride + head*stride, which
+        looks right with one head, makes head h + 1 of slot s and head h of slot s + 1 share bytes.
+        """
+        return slot * self.pitch + self.plane_offset(plane) + head * self.planes[plane].stride
+
+    def word_index(self, slot: int, plane: str, head: int) -> int:
+        """Index of a record in the flattened validity (and CRC32) table `[slots, planes, heads]`."""
+        heads = self.geometry.kv_heads
+        return (slot * len(self.planes) + list(self.planes).index(plane)) * heads + head
+
+    def hot_page_bytes(self) -> int:
+        """Bytes of one whole page of all planes and heads in the layer's tier."""
+        return self.geometry.kv_heads * sum(FORMATS[p.format].bytes(self.geometry) for p in self.planes.values())
+
+
+@dataclass(frozen=True)
+class LayerLayout(SlotLayout):
+    """One layer in a pool file: `SlotLayout`, and how many slots, hot tokens and replicas it has.
+
     Hot tokens are those of all hot pages in the order of their indices; only the last page may be partial.
     """
 
-    index: int
     tier: str
-    geometry: Geometry
     tokens: int
-    planes: dict[str, PlaneLayout]
     kind: str = "full"
     window: int | None = None
     scaling: float | None = None
@@ -87,11 +128,6 @@ class LayerLayout:
         return f"layers.{self.index}"
 
     @property
-    def has_slots(self) -> bool:
-        """Whether the layer has codecs, so that its pages can go cold."""
-        return all(plane.codec is not None for plane in self.planes.values())
-
-    @property
     def pages(self) -> int:
         """Logical pages, a partial last one included."""
         return ceil_div(self.tokens, self.geometry.page_tokens)
@@ -103,34 +139,6 @@ class LayerLayout:
     @property
     def hot_pages(self) -> int:
         return ceil_div(self.hot_tokens, self.geometry.page_tokens)
-
-    @property
-    def pitch(self) -> int:
-        """Bytes of one slot, all planes and heads."""
-        return self.geometry.kv_heads * sum(plane.stride for plane in self.planes.values())
-
-    def plane_offset(self, plane: str) -> int:
-        """Byte of head 0 of `plane` inside a slot."""
-        names = list(self.planes)
-        before = names[: names.index(plane)]
-        return self.geometry.kv_heads * sum(self.planes[name].stride for name in before)
-
-    def record_offset(self, slot: int, plane: str, head: int) -> int:
-        """Byte of a slot record inside `layers.{i}.slots`.
-
-        With equal strides this is slot*2*H*stride + plane*H*stride + head*stride; slot*stride + head*stride, which
-        looks right with one head, makes head h + 1 of slot s and head h of slot s + 1 share bytes.
-        """
-        return slot * self.pitch + self.plane_offset(plane) + head * self.planes[plane].stride
-
-    def word_index(self, slot: int, plane: str, head: int) -> int:
-        """Index of a record in the flattened `valid` and `slot_crc` tables `[slots, planes, heads]`."""
-        heads = self.geometry.kv_heads
-        return (slot * len(self.planes) + list(self.planes).index(plane)) * heads + head
-
-    def hot_page_bytes(self) -> int:
-        """Bytes of one whole page of all planes and heads in the layer's tier."""
-        return self.geometry.kv_heads * sum(FORMATS[p.format].bytes(self.geometry) for p in self.planes.values())
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, safetensors dtype, shape) of every tensor that the layer has in the file."""

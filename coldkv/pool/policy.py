@@ -11,6 +11,7 @@ POLICIES = ("none", "window", "host")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 # why a page is where it is
 COLD, SINK, RECENT, INVALID, NO_CODEC, NO_POLICY = "cold", "sink", "recent", "invalid", "no_codec", "policy_none"
+POOL_FULL, HOST_FULL, PINNED, WRITING, SHARED_RECENT = "pool_full", "host_full", "pinned", "writing", "shared_recent"
 
 
 def parse_bytes(text: str) -> int:

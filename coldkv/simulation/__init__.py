@@ -1,0 +1,1 @@
+"""What a cold pool buys for a workload: request traces replayed through the live pool."""
