@@ -34,7 +34,7 @@ def heed_interrupts() -> None:
 def coldkv(*args, env=None, **options) -> Done:
     """`coldkv ARGS...` in a subprocess."""
     command = [sys.executable, "-m", "coldkv", *map(str, args)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 600} | options
     done = subprocess.run(command, env=environment(**(env or {})), text=True, **options)
     return Done(done.returncode, done.stdout or "", done.stderr or "")
 
