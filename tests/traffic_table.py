@@ -30,9 +30,11 @@ the CPU by `tests/shim`, for head-pages of {tokens} tokens x {head_dim} channels
   middle of a sector.
 
 The larger of the two over **least** is the ratio, at most {limit} for everything with slots of one size. `encode` also
-writes its validity word; in `decode` and `restore` every warp reads the slot's header. Codecs whose slots are sized by
-length read the plane twice, since the frequencies of the codes come first, and move streams together. No kernel keeps
-anything else in device memory, except `stats`: its blocks leave their sums for the last step, which is the more of the
+writes its validity word; in `decode` and `restore` every warp reads the slot's header. `rans-e2m1` reads the plane
+twice, since the frequencies of the codes come first. `ecq` keeps a page's values and symbols in scratch memory while it
+tries steps and comes back to them at every try, for which the second-level cache is meant; a sector is counted once per
+block all the same. Its readers leave the integers at the end of the page that they are about to write. Beside these
+only `stats` keeps something in device memory: its blocks leave their sums for the last step, which is the more of the
 whole the fewer pages there are ({pages} here).
 """
 
