@@ -26,6 +26,11 @@ class PlaneCalibration:
     step: int
     on_device: dict = field(default_factory=dict, compare=False, repr=False)  # copies kept by the native backends
 
+    @property
+    def gain(self) -> np.ndarray:
+        """1 / weight in fp32 `[heads, D]`: what encoders multiply by."""
+        return np.float32(1) / self.weight
+
 
 class Calibration:
     """An open calibration file; planes are read once and kept."""

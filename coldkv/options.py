@@ -26,6 +26,37 @@ tier_options = _stack(
 backend_option = click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="Where the codecs run."
 )
+SLOT_CODEC = "e2m1-g16"  # what goes into slots where no codec is named
+slot_codec_option = click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    metavar="ID",
+    help=f"Codec; repeatable: each plane takes the first that fits. [default: {SLOT_CODEC}]",
+)
+policy_options = _stack(
+    click.option(
+        "--cold-keep-tokens",
+        type=click.IntRange(min=0),
+        default=128,
+        show_default=True,
+        help="The last tokens that stay hot.",
+    ),
+    click.option(
+        "--cold-sink-tokens",
+        type=click.IntRange(min=0),
+        default=64,
+        show_default=True,
+        help="The first tokens that stay hot, rounded up to whole pages.",
+    ),
+    click.option(
+        "--cold-host-bytes",
+        default="4g",
+        show_default=True,
+        metavar="N[k|m|g]",
+        help="Budget of replicas (policy host).",
+    ),
+)
 dump_options = _stack(
     click.option("--sample", is_flag=True, help="Use the bundled sample dump."),
     click.option("--layers", help="Only these layers, e.g. 0,3-7."),

@@ -5,10 +5,7 @@ namespace ckv {
 namespace ecq {
 
 // Slot bytes below which no page fits: header, states, row bytes and no words.
-inline int64_t least_slot(int T, int D) {
-  (void)D;
-  return (stream_at(T, true) + 15) / 16 * 16;
-}
+inline int64_t least_slot(int T) { return (stream_at(T, true) + 15) / 16 * 16; }
 
 constexpr int kMostCoarser = 255, kMostFill = 63, kMostNominal = 400;
 
@@ -25,7 +22,7 @@ inline int check_all(const ckv_plane_desc* d, const void* slots, int64_t stride,
   if (!d) return CKV_E_NULL;
   if (!format_ok(d->format)) return CKV_E_FORMAT;
   if (!shape_ok(d->n, d->page_tokens, d->head_dim)) return CKV_E_SHAPE;
-  if (stride < least_slot(d->page_tokens, d->head_dim) || stride % 16) return CKV_E_STRIDE;
+  if (stride < least_slot(d->page_tokens) || stride % 16) return CKV_E_STRIDE;
   if (d->n && !slots) return CKV_E_NULL;
   return check_params(p);
 }
@@ -68,9 +65,7 @@ constexpr int32_t kNever = 0x7FFFFFFF;
 
 using namespace ckv;
 
-// The size of a slot follows from the data.
-static int64_t no_slot_bytes(int, int) { return -CKV_E_STRIDE; }
-static RegisterCodec registered("ecq", ecq::kAccepts, no_slot_bytes);
+static const RegisterCodec kRegister("ecq", ecq::kAccepts, slot_bytes_by_data);
 
 #if CKV_BUILD_HOST
 #include "codec_host.h"
@@ -104,24 +99,20 @@ void each_page(const ckv_plane_desc& d, const void* codes, const void* scales, c
   });
 }
 
-// row(page, t, values) for every row of readable pages, poison(page) for the others.
-template <class Row, class Poison>
-int read_pages(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, const ckv_ecq_params& p, int threads, const Row& row,
+// use(page, header, head, work) for every page that decodes, its integers and row bytes in `work`; poison(page) for the others.
+template <class Use, class Poison>
+int decode_all(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, const ckv_ecq_params& p, int threads, const Use& use,
                const Poison& poison) {
   const int T = d.page_tokens, D = d.head_dim;
   const std::vector<HeadParams> heads = head_params(p, D);
   std::atomic<bool> bad{false};
   parallel_for(d.n, threads, page_grain(T, D), [&](int64_t begin, int64_t end) {
     Workspace work;
-    uint16_t values[1024];
     for (int64_t page = begin; page < end; ++page) {
       const uint8_t* slot = slots + page * stride;
       const Header h = read_header(slot);
       if (header_ok(h, T, stride, p.heads, check_byte(p)) && read_page(slot, h, heads[h.head], T, D, work)) {
-        for (int t = 0; t < T; ++t) {
-          restore_row(work, h, heads[h.head], t, D, values);
-          row(page, t, values);
-        }
+        use(page, h, heads[h.head], work);
       } else {
         poison(page);
         bad.store(true, std::memory_order_relaxed);
@@ -129,6 +120,20 @@ int read_pages(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, co
     }
   });
   return bad.load() ? CKV_E_SLOT : CKV_OK;
+}
+
+// row(page, t, values) for every row of readable pages, bf16 as attention reads them; poison(page) for the others.
+template <class Row, class Poison>
+int read_rows(const ckv_plane_desc& d, const uint8_t* slots, int64_t stride, const ckv_ecq_params& p, int threads, const Row& row,
+              const Poison& poison) {
+  const auto rows_of = [&](int64_t page, const Header& h, const HeadParams& head, const Workspace& work) {
+    uint16_t values[1024];
+    for (int t = 0; t < d.page_tokens; ++t) {
+      restore_row(work, h, head, t, d.head_dim, values);
+      row(page, t, values);
+    }
+  };
+  return decode_all(d, slots, stride, p, threads, rows_of, poison);
 }
 
 }  // namespace ecq
@@ -180,7 +185,7 @@ extern "C" int ckv_ecq_decode_cpu(const ckv_plane_desc* d, const uint8_t* slots,
   if (rc || !d->n) return rc;
   if (!out) return CKV_E_NULL;
   const int64_t T = d->page_tokens, D = d->head_dim;
-  return ecq::read_pages(
+  return ecq::read_rows(
       *d, slots, stride, *params, threads,
       [&](int64_t page, int t, const uint16_t* values) {
         float* to = out + (page * T + t) * D;
@@ -196,7 +201,7 @@ extern "C" int ckv_ecq_restore_cpu(const ckv_plane_desc* d, const uint8_t* slots
   if (!codes) return CKV_E_NULL;
   const int64_t T = d->page_tokens, D = d->head_dim;
   uint16_t* plane = static_cast<uint16_t*>(codes);
-  return ecq::read_pages(
+  return ecq::read_rows(
       *d, slots, stride, *params, threads,
       [&](int64_t page, int t, const uint16_t* values) { memcpy(plane + (page * T + t) * D, values, 2 * static_cast<size_t>(D)); },
       [&](int64_t page) { std::fill(plane + page * T * D, plane + (page + 1) * T * D, uint16_t{0x7FC0}); });
@@ -208,23 +213,13 @@ extern "C" int ckv_ecq_integers_cpu(const ckv_plane_desc* d, const uint8_t* slot
   if (rc || !d->n) return rc;
   if (!k) return CKV_E_NULL;
   const int T = d->page_tokens, D = d->head_dim, padded = ceil_div(D, ecq::kLanes) * ecq::kLanes;
-  const std::vector<ecq::HeadParams> heads = ecq::head_params(*params, D);
-  std::atomic<bool> bad{false};
-  parallel_for(d->n, threads, page_grain(T, D), [&](int64_t begin, int64_t end) {
-    ecq::Workspace work;
-    for (int64_t page = begin; page < end; ++page) {
-      const uint8_t* slot = slots + page * stride;
-      const ecq::Header h = ecq::read_header(slot);
-      int16_t* to = k + page * T * D;
-      if (ecq::header_ok(h, T, stride, params->heads, ecq::check_byte(*params)) && ecq::read_page(slot, h, heads[h.head], T, D, work)) {
+  return ecq::decode_all(
+      *d, slots, stride, *params, threads,
+      [&](int64_t page, const ecq::Header&, const ecq::HeadParams&, const ecq::Workspace& work) {
+        int16_t* to = k + page * T * D;
         for (int t = 0; t < T; ++t) memcpy(to + t * D, work.k.data() + static_cast<size_t>(t) * padded, 2 * static_cast<size_t>(D));
-      } else {
-        std::fill(to, to + T * D, int16_t{-32768});  // no integer of a slot
-        bad.store(true, std::memory_order_relaxed);
-      }
-    }
-  });
-  return bad.load() ? CKV_E_SLOT : CKV_OK;
+      },
+      [&](int64_t page) { std::fill(k + page * T * D, k + (page + 1) * T * D, int16_t{-32768}); });  // no integer of a slot
 }
 
 extern "C" int ckv_ecq_code_cpu(const ckv_plane_desc* d, const int16_t* k, uint8_t* slots, int64_t stride, int32_t* words, int threads) {

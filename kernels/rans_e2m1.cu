@@ -16,9 +16,7 @@ namespace rans_e2m1 {
 
 constexpr unsigned kAccepts = 1u << CKV_BF16 | 1u << CKV_FP16 | 1u << CKV_INT8 | 1u << CKV_FP8 | 1u << CKV_NVFP4 | 1u << CKV_ISO3;
 
-// The size follows from the data, so there is none to give for a shape.
-static int64_t no_slot_bytes(int, int) { return -CKV_E_STRIDE; }
-static const RegisterCodec kRegister("rans_e2m1", kAccepts, no_slot_bytes);
+static const RegisterCodec kRegister("rans_e2m1", kAccepts, slot_bytes_by_data);
 
 // lengths() has no slots to check.
 inline int check_lengths(const ckv_plane_desc* d, const void* codes, const void* scales, const int32_t* lengths) {

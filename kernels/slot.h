@@ -107,6 +107,8 @@ struct RegisterCodec {
   }
 };
 
+// Where the size follows from the data, there is none to give for a shape.
+inline int64_t slot_bytes_by_data(int, int) { return -CKV_E_STRIDE; }
 inline int64_t raw_slot_bytes(int page_tokens, int head_dim) { return SlotShape(page_tokens, head_dim).bytes; }
 
 }  // namespace ckv

@@ -15,7 +15,7 @@ from coldkv.errors import InputError, ToolError
 __all__ = ["Codec", "all_codecs", "codec_ids", "get_codec", "parse_codec"]
 
 ENTRY_POINT_GROUP = "coldkv.codecs"
-NOT_CODECS = {"base", "centered", "entropyslot", "rawslot", "sized"}
+NOT_CODECS = {"base", "centered", "ecqoracle", "ecqslot", "entropyslot", "rawslot", "sized"}
 broken_entry_points: dict[str, str] = {}  # name -> what is wrong, filled when the codecs are first listed
 
 

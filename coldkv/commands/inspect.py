@@ -7,10 +7,6 @@ import click
 from coldkv.errors import InputError
 from coldkv.geometry import Geometry
 
-SLOT_MAGICS = tuple(
-    magic.to_bytes(4, "little") for magic in (0x49384352, 0x3156524E, 0x31514345)
-)  # raw, entropy slot, ecq
-
 
 @click.command("inspect")
 @click.argument("file", metavar="FILE", required=False)
@@ -38,9 +34,9 @@ def command(file, sample, slot_name, page_tokens, head_dim, codec, plane_format,
 
     with open(open_regular(file, "file")[0], "rb") as stream:
         start = stream.read(4)
-    if start in SLOT_MAGICS or file.endswith(".slot"):
-        from coldkv.inspection.slot import read_slot_file
+    from coldkv.inspection.slot import begins_slot, read_slot_file
 
+    if begins_slot(start) or file.endswith(".slot"):
         geometry = Geometry(head_dim, page_tokens)
         from coldkv.codecs import parse_codec
 

@@ -7,30 +7,25 @@ import click
 from coldkv.atomic import check_output
 from coldkv.errors import InputError
 from coldkv.options import (
+    SLOT_CODEC,
     backend_option,
     center_option,
     dump_options,
     dump_paths,
     opened_dump,
+    policy_options,
     resolve_codecs,
     resolve_table,
+    slot_codec_option,
     tier_options,
 )
-
-DEFAULT_CODEC = "e2m1-g16"
 
 
 @click.command("pack")
 @click.argument("dump", required=False, metavar="DUMP")
 @click.option("-o", "--output", required=True, metavar="POOL", help="File to write (.ckv).")
 @tier_options
-@click.option(
-    "--codec",
-    "codecs",
-    multiple=True,
-    metavar="ID",
-    help=f"Codec; repeatable: each plane takes the first that fits. [default: {DEFAULT_CODEC}]",
-)
+@slot_codec_option
 @center_option
 @backend_option
 @click.option(
@@ -40,23 +35,7 @@ DEFAULT_CODEC = "e2m1-g16"
     show_default=True,
     help="none: all hot. window: old pages go cold. host: that, with exact replicas of cold pages.",
 )
-@click.option(
-    "--cold-keep-tokens",
-    type=click.IntRange(min=0),
-    default=128,
-    show_default=True,
-    help="The last tokens that stay hot.",
-)
-@click.option(
-    "--cold-sink-tokens",
-    type=click.IntRange(min=0),
-    default=64,
-    show_default=True,
-    help="The first tokens that stay hot, rounded up to whole pages.",
-)
-@click.option(
-    "--cold-host-bytes", default="4g", show_default=True, metavar="N[k|m|g]", help="Budget of replicas (policy host)."
-)
+@policy_options
 @dump_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -73,7 +52,7 @@ def command(
 
     policy = Policy(cold_policy, cold_keep_tokens, cold_sink_tokens, parse_bytes(cold_host_bytes))
     chosen_table = resolve_table(table, tier)
-    wanted = resolve_codecs(codecs, center_k, (DEFAULT_CODEC,))
+    wanted = resolve_codecs(codecs, center_k, (SLOT_CODEC,))
     (path,) = dump_paths((dump,) if dump else (), sample).values()
     if not output.endswith(POOL_SUFFIX):
         raise InputError(f"output {output}: expected a name ending in {POOL_SUFFIX}")
@@ -103,7 +82,7 @@ def _pack(opened, output, assignment, wanted, policy, backend_name, nan):
     from coldkv.progress import progress
 
     backend = get_backend(backend_name)
-    codecs = wanted or [get_codec(DEFAULT_CODEC)]
+    codecs = wanted or [get_codec(SLOT_CODEC)]
     chosen = {index for index, _ in assignment.pairs}
     total = sum(s.nbytes for layer in opened.layers if layer.index in chosen for s in layer.planes.values())
     total *= 2 if any(codec.needs_stride for codec in codecs) else 1  # lengths first, where a stride is to be chosen

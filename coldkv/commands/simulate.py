@@ -7,22 +7,23 @@ from contextlib import ExitStack
 import click
 
 from coldkv.atomic import atomic_path, check_output
-from coldkv.options import backend_option, resolve_codecs, resolve_table, tier_options
+from coldkv.options import (
+    SLOT_CODEC,
+    backend_option,
+    policy_options,
+    resolve_codecs,
+    resolve_table,
+    slot_codec_option,
+    tier_options,
+)
 
-DEFAULT_CODEC = "e2m1-g16"
 POLICIES = ("none", "window", "host")
 
 
 @click.command("simulate")
 @click.option("--trace", required=True, metavar="FILE", help="Mooncake JSONL, Azure CSV or our own JSONL.")
 @tier_options
-@click.option(
-    "--codec",
-    "codecs",
-    multiple=True,
-    metavar="ID",
-    help=f"Codec; repeatable: each plane takes the first that fits. [default: {DEFAULT_CODEC}]",
-)
+@slot_codec_option
 @click.option("--device-bytes", required=True, metavar="N[k|m|g]", help="Device memory for pages and slots.")
 @click.option(
     "--policy",
@@ -31,23 +32,7 @@ POLICIES = ("none", "window", "host")
     type=click.Choice(POLICIES),
     help="Policy to compare with none; repeatable. [default: window]",
 )
-@click.option(
-    "--cold-keep-tokens",
-    type=click.IntRange(min=0),
-    default=128,
-    show_default=True,
-    help="The last tokens that stay hot.",
-)
-@click.option(
-    "--cold-sink-tokens",
-    type=click.IntRange(min=0),
-    default=64,
-    show_default=True,
-    help="The first tokens that stay hot, rounded up to whole pages.",
-)
-@click.option(
-    "--cold-host-bytes", default="4g", show_default=True, metavar="N[k|m|g]", help="Budget of replicas (policy host)."
-)
+@policy_options
 @click.option(
     "--max-cold-pages",
     type=click.IntRange(min=0),
@@ -150,7 +135,7 @@ def command(**given) -> None:
     from coldkv.simulation.traces import read_trace
 
     chosen_table = resolve_table(given["table"], given["tier"])
-    codecs = resolve_codecs(given["codecs"], None, (DEFAULT_CODEC,))
+    codecs = resolve_codecs(given["codecs"], None, (SLOT_CODEC,))
     policy = Policy(
         "window", given["cold_keep_tokens"], given["cold_sink_tokens"], parse_bytes(given["cold_host_bytes"])
     )
@@ -189,7 +174,7 @@ def _model(given, table, codecs):
     from coldkv.simulation.model import build_model
 
     return build_model(
-        payload=given["payload"], table=table, codecs=codecs, default=DEFAULT_CODEC, backend=given["backend"],
+        payload=given["payload"], table=table, codecs=codecs, default=SLOT_CODEC, backend=given["backend"],
         attention_layers=given["attention_layers"], kv_heads=given["kv_heads"], head_dim=given["head_dim"],
         page_tokens=given["page_tokens"],
     )  # fmt: skip

@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from coldkv.codecs import Codec, all_codecs
-from coldkv.codecs.ecq import MAGIC as ECQ_MAGIC
+from coldkv.codecs.ecqslot import MAGIC as ECQ_MAGIC
 from coldkv.codecs.entropyslot import MAGIC as ENTROPY_MAGIC
 from coldkv.codecs.rawslot import FLAG_ISO3, FLAG_VALID, MAGIC, raw_layout
 from coldkv.errors import InputError
@@ -21,6 +21,7 @@ FIRST_NORMAL = 0x08  # E4M3: smaller codes are subnormal and hold fewer than 4 s
 PAGE_SCALE_VERSION = 2  # the raw slot version with an fp32 page scale at byte 8
 BYTES_PER_LINE = 16
 MAX_SLOT_BYTES = 1 << 27  # of any geometry
+SIZED_MAGICS = (ENTROPY_MAGIC, ECQ_MAGIC)  # of slots sized by their data
 
 
 def e4m3_value(code: int) -> float:
@@ -32,13 +33,18 @@ def e4m3_value(code: int) -> float:
     return -value if code & 0x80 else value
 
 
+def begins_slot(start: bytes) -> bool:
+    """Whether a file whose first four bytes are `start` begins like a slot of any layout."""
+    return int.from_bytes(start, "little") in (MAGIC, *SIZED_MAGICS)
+
+
 def read_slot_file(path: str, geometry: Geometry) -> bytes:
     """The one slot a file holds. Raises InputError if it is not as long as a raw slot of this geometry; an entropy slot
     may have any size."""
     stride = raw_layout(geometry).stride
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        entropy_coded = file.read(4) in (magic.to_bytes(4, "little") for magic in (ENTROPY_MAGIC, ECQ_MAGIC))
+        entropy_coded = int.from_bytes(file.read(4), "little") in SIZED_MAGICS
     if size != stride and not (entropy_coded and size <= MAX_SLOT_BYTES):
         raise InputError(
             f"{path}: expected a slot of {stride} bytes ({geometry.page_tokens} tokens x {geometry.head_dim}), "

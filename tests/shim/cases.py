@@ -13,6 +13,7 @@ import torch
 from coldkv import native
 from coldkv.backends import CpuBackend, TorchBackend, fitted
 from coldkv.codecs import get_codec, parse_codec
+from coldkv.codecs.ecqslot import headers
 from coldkv.errors import InputError, ToolError
 from coldkv.formats import FORMATS
 from coldkv.geometry import Geometry
@@ -344,7 +345,7 @@ def ecq_reads_as_the_host_does(backend) -> None:
     generator = torch.Generator().manual_seed(backend.shim.seed)
     cpu, shapes = CpuBackend(1), [shape for shape in ECQ_SHAPES if shape[0] * shape[1] < 3000] + [(256, 5, 2)]
     for geometry, codec, _, slots in ecq_planes("calib=CALIB,step=-60", shapes):
-        heads, slots = codec.headers(slots.numpy()), slots.repeat(4, 1)
+        heads, slots = headers(slots.numpy()), slots.repeat(4, 1)
         n = len(slots) // 4
         slots[n : 2 * n, 6] &= 7
         for i in range(n):
